@@ -421,8 +421,6 @@ class Loader:
             self.fail(path, given, 'must be a number of bytes above 0, or text such as "8GB", "500 MiB".')
             return
         self.values[path] = nbytes
-        if isinstance(value := self.get("pipeline.stages"), int) and value > 1:
-            self.fail(path, given, f"does not exist together with pipeline.stages = {value} yet. Remove one of them.")
 
     def _curriculum_rules(self) -> None:
 

@@ -751,7 +751,8 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
             engine.module, engine._config, engine.device, together_with[0] if together_with else None
         )
         undo.callback(engine.activations.close)
-        if section.budget is not None and asked.nvme_path and engine.plan.mode != "streamed":
+        disk = asked.nvme_path and engine.plan.mode != "streamed" and engine.part is None
+        if section.budget is not None and disk:
             moves = Moves(asked.nvme_path, asked.min_bytes)
             undo.callback(moves.close)
     except DeepcError as exc:
@@ -765,7 +766,8 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
         for group in together_with:
             group.add_up(t, "max")
 
-    engine.recomputation = Recomputation(engine.module, section.budget, most if together_with else None, moves)
+    blocks = engine.part.blocks() if section.budget is not None and engine.part is not None else None
+    engine.recomputation = Recomputation(engine.module, section.budget, most if together_with else None, moves, blocks)
     undo.callback(engine.recomputation.close)
 
 

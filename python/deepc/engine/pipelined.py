@@ -122,6 +122,7 @@ class PipelineEngine(Engine):
             self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
         try:
             with self._told_to_all():
+                self.recomputation.begin_batch(self._stages.in_flight(len(batches)))
                 losses = self._stages.train(self, batches, self._indices)
         except BaseException:
             self._copied.clear()
@@ -287,7 +288,8 @@ class PipelineEngine(Engine):
         self.events.begin("forward", self.part.inputs(batch) if first else ((), {}))
         out = None
         try:
-            with self.activations.around():
+            given = (received, self.part.inputs(batch) if batch is not None else ())
+            with self.activations.around(), self.recomputation.around(given, stage):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)
         finally:

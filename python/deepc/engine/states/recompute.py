@@ -25,7 +25,8 @@ KEY = recomputation.KEY
 
 class Recomputation(recomputation.Recomputation):
     """most: makes of a tensor the largest of its elements over the ranks that compute a block together (in its memory;
-    collective over them); None: each rank decides for itself. moves: what takes saved values to a disk, or None."""
+    collective over them); None: each rank decides for itself. moves: what takes saved values to a disk, or None.
+    blocks: what may be recomputed of a pipeline's part; None: find them."""
 
     def __init__(
         self,
@@ -33,12 +34,13 @@ class Recomputation(recomputation.Recomputation):
         budget: int | None,
         most: Callable[[torch.Tensor], Any] | None = None,
         moves: Moves | None = None,
+        blocks: list[torch.nn.Module] | None = None,
     ) -> None:
         self._most, self._moves = most, moves
         self._rates: Rates | None = None
         if moves is not None:
             self.movable_from = moves.least
-        super().__init__(module, budget)
+        super().__init__(module, budget, blocks)
 
     @property
     def on_disk(self) -> bool:

@@ -113,6 +113,8 @@ class PipelineModule(torch.nn.Module):
         self.num_stages, self.stage_id = self.mesh.pp, here
         self._rank_of = [self.order.rank_of(s) for s in range(stages)]
         self.stages = [s for s in range(stages) if self._rank_of[s] == here]
+        names = [_name_of(spec) for spec in self._specs]
+        self._repeats = [n is not None and names.count(n) > 1 for n in names]
         self.tied_modules = torch.nn.ModuleDict()
         self._calls: dict[int, Callable[[Any], Any]] = {}
         for stage in self.stages:
@@ -227,6 +229,24 @@ class PipelineModule(torch.nn.Module):
     def names(self) -> dict[str, str]:
         return {}
 
+    def blocks(self) -> list[torch.nn.Module]:
+        if not any(self._repeats):
+            raise ConfigError(
+                "activation_checkpointing.budget: no two layers of this PipelineModule are of one class, so there are"
+                " no blocks that could be recomputed; use activation_checkpoint_interval, and remove the key"
+            )
+        if self.activation_checkpoint_interval:
+            raise ConfigError(
+                "activation_checkpointing.budget chooses what is recomputed, but activation_checkpoint_interval ="
+                f" {self.activation_checkpoint_interval} recomputes already; remove one"
+            )
+        layers = (m for i, m in self._calls.items() if self._repeats[i])
+        return [
+            m
+            for m in dict.fromkeys(layers)
+            if isinstance(m, torch.nn.Module) and next(m.parameters(), None) is not None
+        ]
+
     def describe(self) -> str:
         return " | ".join(
             f"layers {begin} to {end - 1}" if end - begin > 1 else f"layer {begin}"
@@ -300,6 +320,13 @@ def _weigh(specs: Sequence[Layer], method: str) -> tuple[list[int], list[str]]:
         trained = module.parameters() if isinstance(module, torch.nn.Module) else ()
         counts.append(sum(p.numel() for p in trained if p.requires_grad))
     return counts, names
+
+
+def _name_of(spec: Layer) -> str | None:
+    """The class of an untied layer that is a module."""
+    if isinstance(spec, TiedLayerSpec) or not isinstance(spec, (LayerSpec, torch.nn.Module)):
+        return None
+    return spec.name if isinstance(spec, LayerSpec) else type(spec).__name__
 
 
 def _at_once(run: Callable[..., Any], *inputs: Any) -> Any:

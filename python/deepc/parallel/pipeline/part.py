@@ -50,6 +50,10 @@ class Part(Protocol):
     @property
     def wants_batch(self) -> bool: ...
 
+    def blocks(self) -> list[torch.nn.Module]:
+        """What a budget of recomputation may compute again here: modules that repeat a class, whose calls run whole.
+        ConfigError where the whole model has none."""
+
     def describe(self) -> str:
         """What each stage of the whole model is, for the log."""
 

@@ -72,6 +72,14 @@ class Stages:
         """This rank's."""
         return self._part.order.actions(self._here, micro_batches)
 
+    def in_flight(self, micro_batches: int) -> int:
+        """Forwards of this rank's stages that wait for the end of their backwards at most."""
+        now = most = 0
+        for action in self.actions(micro_batches):
+            now += {"F": 1, "I": 0}.get(action.kind, -1)
+            most = max(most, now)
+        return most
+
     def splits(self, micro_batches: int) -> bool:
         """Whether backward comes in two halves."""
         return _splits(self.actions(micro_batches))

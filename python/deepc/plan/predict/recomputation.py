@@ -12,8 +12,8 @@ import heapq
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -33,22 +33,28 @@ _log = logging.getLogger("deepc")
 
 
 class Recomputation:
-    """The blocks of a model. Without a budget it does nothing.
+    """The blocks of a model. Without a budget it does nothing. blocks: None: those that find_blocks finds, of which
+    there must be some; else these, of a part of a model.
 
     What differs between an engine and a dry run is in the methods of the first part."""
 
-    def __init__(self, module: torch.nn.Module, budget: int | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, budget: int | None, blocks: list[torch.nn.Module] | None = None
+    ) -> None:
         self.budget = budget
         self._module = module
         self._blocks: list[torch.nn.Module] = []
-        self._plans: dict[_Shapes, tuple[list[Call], int, Choice]] = {}  # by the shapes that the forward gets
+        # of a stage of a pipeline (else 0), by the shapes that its forward gets
+        self._plans: dict[tuple[int, _Shapes], _Plan] = {}
+        self._in_flight = 1
+        self._ends: int | None = None  # bytes that a forward in flight leaves at most; None: equal parts of the budget
         self._now: _Measured | Choice | None = None  # of the forward that runs
         self._count = 0
         if budget is None:
             return
         self._refuse()
-        self._blocks = find_blocks(module)
-        if not self._blocks:
+        self._blocks = find_blocks(module) if blocks is None else blocks
+        if not self._blocks and blocks is None:
             raise ConfigError(
                 f"{KEY}: {type(module).__name__} has no torch.nn.ModuleList or Sequential of blocks that could be"
                 " recomputed; use torch.utils.checkpoint inside the model, and remove the key"
@@ -102,17 +108,34 @@ class Recomputation:
         return function(*args)
 
     # ---- around a forward --------------------------------------------------------------------------------------------
+    def begin_batch(self, in_flight: int) -> None:
+        """Of a pipeline: up to `in_flight` forwards of this rank wait for their backwards at a time. What has been
+        measured is chosen anew, for all of them together. ConfigError where the budget is less than that needs."""
+        if self.budget is None or (in_flight == self._in_flight and not any(p.early for p in self._plans.values())):
+            return
+        self._in_flight, self._ends = in_flight, None
+        if not self._plans:
+            return
+        forwards = [(p.calls, p.outside) for p in self._plans.values()]
+        found = recompute.choose_together(forwards, self.budget, in_flight, self.rates())
+        if found is None:
+            raise self._too_small(recompute.least_together(forwards, in_flight))
+        self._ends, choices = found
+        for (key, plan), choice in zip(list(self._plans.items()), choices, strict=True):
+            self._plans[key] = _Plan(plan.calls, plan.outside, choice)
+        self._say()
+
     @private.uncompiled
-    def around(self, given: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context of a forward of `given` (any nesting of tensors). ConfigError at its end where the budget is less
-        than recomputing everything needs."""
+    def around(self, given: Any, stage: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """Context of a forward of `given` (any nesting of tensors), of a pipeline's stage. ConfigError at its end where
+        the budget is less than recomputing everything needs."""
         if self.budget is None or not torch.is_grad_enabled() or not self._module.training:
             return contextlib.nullcontext()
-        return self._forward(self.budget, _shapes(given))
+        return self._forward(self.budget, stage, _shapes(given))
 
     @contextlib.contextmanager
-    def _forward(self, budget: int, shapes: _Shapes) -> Iterator[None]:
-        plan = self._plan_for(shapes)
+    def _forward(self, budget: int, stage: int, shapes: _Shapes) -> Iterator[None]:
+        plan = self._plan_for(stage, shapes)
         measured = _Measured(self) if plan is None else None
         self._now, self._count = plan or measured, 0
         try:
@@ -121,53 +144,76 @@ class Recomputation:
         finally:
             self._now = None
         if measured is not None:
-            self._choose(measured, shapes, budget)
+            self._choose(measured, stage, shapes, budget)
 
-    def _plan_for(self, shapes: _Shapes) -> Choice | None:
+    def _plan_for(self, stage: int, shapes: _Shapes) -> Choice | None:
         """The plan of the least batch that was measured and is nowhere smaller, unless it is much larger."""
         size = _numel_of(shapes)
-        for larger in sorted(self._plans, key=_numel_of):
+        for larger in sorted((s for at, s in self._plans if at == stage), key=_numel_of):
             if _covers(larger, shapes):
-                return self._plans[larger][2] if size >= _SMALLER * _numel_of(larger) else None
+                return self._plans[stage, larger].choice if size >= _SMALLER * _numel_of(larger) else None
         return None
 
-    def _choose(self, measured: _Measured, shapes: _Shapes, budget: int) -> None:
+    def _choose(self, measured: _Measured, stage: int, shapes: _Shapes, budget: int) -> None:
         calls, outside = self.agreed(*measured.finish())
-        found = recompute.choose(calls, outside, budget, self.rates())
+        bounds = recompute.bounds_of(budget, self._in_flight, self._ends)
+        found = recompute.choose(calls, outside, bounds.most, self.rates(), bounds.ends)
+        early = self._in_flight > 1
         if found is None:
-            least = recompute.least(calls, outside)
-            raise ConfigError(
-                f"{KEY} = {budget} bytes is less than this forward needs although it recomputes every block: {least}"
-                f" ({outside} of them outside of the {len(calls)} calls of blocks). Give as much, a smaller"
-                " micro-batch, or shorter sequences"
-            )
-        self._plans[shapes] = (calls, outside, found)
-        whole = recompute.peak(calls, outside, [False] * len(calls))
+            needed = recompute.least_together([(calls, outside)], self._in_flight)
+            if needed > budget:
+                raise self._too_small(needed, f" ({outside} of them outside of the {len(calls)} calls of blocks)")
+            found = recompute.all_again(calls, outside)  # until the next batch, when all are chosen together
+        self._plans[stage, shapes] = _Plan(calls, outside, found, early)
+        if not early:
+            self._say()
+
+    def _too_small(self, needed: int, of: str = "") -> ConfigError:
+        waiting = f", {self._in_flight} of which wait for their backwards at a time," if self._in_flight > 1 else ""
+        return ConfigError(
+            f"{KEY} = {self.budget} bytes is less than this forward needs{waiting} although it recomputes every block:"
+            f" {needed}{of}. Give as much, a smaller micro-batch, or shorter sequences"
+        )
+
+    def _say(self) -> None:
+        told = self.stats()
         _log.info(
-            "recomputation: %d of %d calls of blocks%s, %.1f MiB held of a budget of %.1f (%.1f without)",
-            sum(found.recomputed),
-            len(calls),
-            f", {sum(found.moved)} on disk" if any(found.moved) else "",
-            found.peak / 2**20,
-            budget / 2**20,
-            whole / 2**20,
+            "recomputation: %d of %d calls of blocks%s, %.1f MiB held of a budget of %.1f (%.1f without)%s",
+            told["recomputed"],
+            told["calls"],
+            f", {told['on_disk']} on disk" if told["on_disk"] else "",
+            told["peak_bytes"] / 2**20,
+            (self.budget or 0) / 2**20,
+            told["whole_bytes"] / 2**20,
+            f", {self._in_flight} micro-batches at a time" if self._in_flight > 1 else "",
         )
 
     def stats(self) -> dict[str, float]:
-        """Of the plan for the largest batch yet: "calls" of blocks, "recomputed" ones, those "on_disk"; "peak_bytes"
-        that autograd holds at most, "least_bytes" and "whole_bytes" with all and none recomputed, "seconds" that the
-        choice costs."""
-        if not self._plans:
+        """Of the plan for the largest batch yet, of all of this rank's stages: "calls" of blocks, "recomputed" ones,
+        those "on_disk"; "in_flight" forwards that wait for their backwards at a time, "peak_bytes" that autograd holds
+        at most for them, "least_bytes" and "whole_bytes" with all and none recomputed, "seconds" that the choice costs
+        each time."""
+        largest: dict[int, _Shapes] = {}
+        for stage, shapes in self._plans:
+            largest[stage] = max(largest.get(stage, shapes), shapes, key=_numel_of)
+        if not largest:
             return {}
-        calls, outside, found = self._plans[max(self._plans, key=_numel_of)]
+        plans = [self._plans[key] for key in largest.items()]
+
+        def together(ways: Callable[[_Plan], Sequence[bool]], moved: Callable[[_Plan], Sequence[bool]]) -> int:
+            ends = max(recompute.held(p.calls, p.outside, ways(p), moved(p)) for p in plans)
+            most = max(recompute.peak(p.calls, p.outside, ways(p), moved(p)) for p in plans)
+            return (self._in_flight - 1) * ends + most
+
         return {
-            "calls": len(calls),
-            "recomputed": sum(found.recomputed),
-            "on_disk": sum(found.moved),
-            "peak_bytes": found.peak,
-            "least_bytes": recompute.least(calls, outside),
-            "whole_bytes": recompute.peak(calls, outside, [False] * len(calls)),
-            "seconds": found.seconds,
+            "calls": sum(len(p.calls) for p in plans),
+            "recomputed": sum(sum(p.choice.recomputed) for p in plans),
+            "on_disk": sum(sum(p.choice.moved) for p in plans),
+            "in_flight": self._in_flight,
+            "peak_bytes": together(lambda p: p.choice.recomputed, lambda p: p.choice.moved),
+            "least_bytes": together(lambda p: [True] * len(p.calls), lambda p: ()),
+            "whole_bytes": together(lambda p: [False] * len(p.calls), lambda p: ()),
+            "seconds": sum(p.choice.seconds for p in plans),
         }
 
     def close(self) -> None:
@@ -189,6 +235,15 @@ class Recomputation:
                 return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
             return _checkpoint(function, *args)
         return _checkpoint(functools.partial(now.call, k, function), *args)
+
+
+class _Plan(NamedTuple):
+    """Of a forward. early: chosen while others were in flight, not together with them."""
+
+    calls: list[Call]
+    outside: int
+    choice: Choice
+    early: bool = False
 
 
 class _Measured:

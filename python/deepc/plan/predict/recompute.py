@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 MOST_STATES = 4096  # of the search, after a call; beyond it bytes are rounded up
+TRIED = 32  # bounds of what a forward may hold at its end, where several wait for their backwards
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,18 @@ def peak(calls: Sequence[Call], outside: int, recomputed: Sequence[bool], moved:
     for call, again, away in zip(calls, recomputed, moved, strict=True):
         if again or away:
             most = max(most, call.outside + held + call.inputs + call.saved)
-        held += call.inputs + (0 if again else call.saved - call.movable * away)
+        held += _held_by(call, again, away)
     return max(most, outside + held) + _on_their_way(calls, moved)
+
+
+def held(calls: Sequence[Call], outside: int, recomputed: Sequence[bool], moved: Sequence[bool] = ()) -> int:
+    """Bytes that a forward has left in memory at its end, which its backward finds."""
+    moved = moved or (False,) * len(calls)
+    return outside + sum(_held_by(c, again, away) for c, again, away in zip(calls, recomputed, moved, strict=True))
+
+
+def _held_by(call: Call, again: bool, away: bool) -> int:
+    return call.inputs + (0 if again else call.saved - call.movable * away)
 
 
 def _on_their_way(calls: Sequence[Call], moved: Sequence[bool]) -> int:
@@ -96,29 +107,82 @@ class _State(NamedTuple):
     path: tuple[Any, ...]
 
 
-def choose(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None = None) -> Choice | None:
+def all_again(calls: Sequence[Call], outside: int) -> Choice:
+    """Every call recomputed."""
+    again = (True,) * len(calls)
+    return Choice(again, peak(calls, outside, again), cost(calls, again))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of one forward and its backward. most: bytes held at any time; ends: at the forward's end."""
+
+    most: int
+    ends: int
+
+
+def bounds_of(budget: int, in_flight: int, ends: int | None = None) -> Bounds:
+    """What each of so many forwards may hold whose backwards come later, so that all keep to `budget` bytes: what all
+    the others hold at their ends and what one holds at most. ends: the former; None: equal parts of the budget."""
+    ends = budget // in_flight if ends is None else ends
+    return Bounds(budget - (in_flight - 1) * ends, ends)
+
+
+def choose_together(
+    forwards: Sequence[tuple[Sequence[Call], int]], budget: int, in_flight: int, rates: Rates | None = None
+) -> tuple[int, list[Choice]] | None:
+    """(bytes that a forward holds at its end at most, the choice for each of `forwards`), where up to `in_flight` of
+    them, any of them, have run and wait for their backwards; None if the budget is too small. forwards: (calls,
+    outside). They cost the least time together, of 1 + TRIED bounds between the least and equal parts."""
+    least_end = max((held(calls, outside, [True] * len(calls)) for calls, outside in forwards), default=0)
+    found: tuple[float, int, list[Choice]] | None = None
+    for k in range(TRIED + 1):
+        ends = least_end + (budget // in_flight - least_end) * k // TRIED
+        bounds = bounds_of(budget, in_flight, ends)
+        choices = [choose(calls, outside, bounds.most, rates, ends) for calls, outside in forwards]
+        if ends < least_end or any(c is None for c in choices):
+            continue
+        whole = [c for c in choices if c is not None]
+        seconds = sum(c.seconds for c in whole)
+        if found is None or seconds < found[0]:
+            found = seconds, ends, whole
+    return None if found is None else found[1:]
+
+
+def least_together(forwards: Sequence[tuple[Sequence[Call], int]], in_flight: int) -> int:
+    """The smallest budget of choose_together."""
+    ends = max((held(calls, outside, [True] * len(calls)) for calls, outside in forwards), default=0)
+    return (in_flight - 1) * ends + max((least(calls, outside) for calls, outside in forwards), default=0)
+
+
+def choose(
+    calls: Sequence[Call], outside: int, budget: int, rates: Rates | None = None, ends: int | None = None
+) -> Choice | None:
     """What stays within `budget` bytes and costs the least time, or None if nothing does. rates: of the disk that
-    values may go to; None: there is none.
+    values may go to; None: there is none. ends: bytes at the forward's end, where less than the budget.
 
     Dynamic programming over the calls in order. What the rest needs to know of a prefix is the bytes that it holds,
     and what it costs: of prefixes that are no better than another in anything, one is enough. Exact as long as no more
     than MOST_STATES of them differ, beyond that bytes are rounded up to 1/MOST_STATES of the budget: still within it.
     (Equal blocks have as many as blocks, with a disk half their square.)"""
-    if least(calls, outside) > budget:
+    again = [True] * len(calls)
+    if least(calls, outside) > budget or (ends is not None and held(calls, outside, again) > ends):
         return None
-    best: Choice = _search(calls, outside, budget, None)
+    ends = budget if ends is None else min(ends, budget)
+    best: Choice = _search(calls, outside, budget, None, ends)
     if rates is not None:
         # What is on its way is the largest call's that goes: one search for each such largest, of the calls up to it.
         for most in sorted({c.moving for c in calls if c.movable}):
             some = [c if c.moving <= most else replace(c, movable=0) for c in calls]
-            found = _search(some, outside, budget - most, rates)
+            found = _search(some, outside, budget - most, rates, min(ends, budget - most))
             if found is not None and found.seconds < best.seconds:
                 best = replace(found, peak=peak(calls, outside, found.recomputed, found.moved))
     return best
 
 
-def _search(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None) -> Any:
-    """The best within `budget`, beside which there is what is on its way; None only with `rates`."""
+def _search(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None, ends: int) -> Any:
+    """The best within `budget`, and `ends` at the end, beside which there is what is on its way; None only with
+    `rates`."""
     inputs_left = sum(c.inputs for c in calls)
     states = [_State(0, 0.0, 0, ())]
     for call in calls:
@@ -130,13 +194,13 @@ def _search(calls: Sequence[Call], outside: int, budget: int, rates: Rates | Non
                 after.append(_State(held + call.inputs, seconds + call.seconds, away, (path, 1)))
                 if rates is not None and call.movable:
                     after.append(_State(whole - call.movable, seconds, away + call.movable, (path, 2)))
-            if outside + whole + inputs_left <= budget:
+            if outside + whole + inputs_left <= ends:
                 after.append(_State(whole, seconds, away, (path, 0)))
         states = _undominated(after)
         if len(states) > MOST_STATES:
             step = max(1, budget // MOST_STATES)
             states = _undominated([s._replace(held=-(-s.held // step) * step) for s in states])
-    fitting = [s for s in states if outside + s.held <= budget]
+    fitting = [s for s in states if outside + s.held <= ends]
     if not fitting and rates is not None:
         return None
     if not fitting:  # rounding left nothing: all are recomputed, which fits

@@ -285,6 +285,15 @@ class CutModel:
             self._entered = torch.empty(0)
 
     # ---- as a part of a pipeline -------------------------------------------------------------------------------------
+    def blocks(self) -> list[torch.nn.Module]:
+        """All but those in which a stage begins or ends."""
+        parts = {u.block for u in (self._units[at] for at in self._cuts[1:-1]) if u.part}
+        mine: dict[int, None] = {}
+        for stage, (begin, end) in enumerate(zip(self._cuts, self._cuts[1:])):
+            if self._rank_of[stage] == self._here:
+                mine.update((unit.block, None) for unit in self._units[begin:end] if unit.block not in parts)
+        return [self._chain.blocks[i] for i in mine]
+
     def describe(self) -> str:
         return " | ".join(self._describe(begin, end - 1) for begin, end in zip(self._cuts, self._cuts[1:]))
 

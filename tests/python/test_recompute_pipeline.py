@@ -1,0 +1,249 @@
+"""A budget of recomputation in pipelines: every rank keeps what its micro-batches in flight leave room for, stays
+within the budget, and no bit differs from no recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from deepc.errors import ConfigError
+from deepc.plan.predict import recompute
+from deepc.plan.predict.recompute import Call
+from ranks import run_ranks
+from test_recompute import KEY, Held
+from torch import nn
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+def drawn(count: int):
+    draw = random.Random(7)
+    for _ in range(count):
+        forwards = [
+            (
+                [
+                    Call(draw.randint(5, 40), draw.randint(0, 6), draw.randint(0, 9), draw.uniform(1, 3))
+                    for _ in range(draw.randint(1, 4))
+                ],
+                draw.randint(0, 15),
+            )
+            for _ in range(draw.randint(1, 2))
+        ]
+        yield forwards, draw.randint(2, 5), draw.random()
+
+
+def needed(forwards, ways, in_flight):
+    """What several in flight hold at most, the largest of which computes."""
+    ends = max(recompute.held(c, o, w) for (c, o), w in zip(forwards, ways))
+    return (in_flight - 1) * ends + max(recompute.peak(c, o, w) for (c, o), w in zip(forwards, ways))
+
+
+def every_way(forwards):
+    return itertools.product(*(itertools.product((False, True), repeat=len(c)) for c, _ in forwards))
+
+
+def test_forwards_in_flight_share_a_budget():
+    """Within it, as small a budget as there is, and nearly as fast as the best of all choices."""
+    slower = []
+    for forwards, in_flight, part in drawn(150):
+        least = min(needed(forwards, ways, in_flight) for ways in every_way(forwards))
+        assert recompute.least_together(forwards, in_flight) >= least
+        whole = needed(forwards, [[False] * len(c) for c, _ in forwards], in_flight)
+        budget = recompute.least_together(forwards, in_flight)
+        assert recompute.choose_together(forwards, budget, in_flight) is not None
+        assert recompute.choose_together(forwards, least - 1, in_flight) is None
+        budget += int(part * (whole - budget))
+        ends, choices = recompute.choose_together(forwards, budget, in_flight)
+        ways = [c.recomputed for c in choices]
+        assert needed(forwards, ways, in_flight) <= budget
+        assert all(recompute.held(c, o, w) <= ends for (c, o), w in zip(forwards, ways))
+        best = min(
+            sum(recompute.cost(c, w) for (c, _), w in zip(forwards, ways))
+            for ways in every_way(forwards)
+            if needed(forwards, ways, in_flight) <= budget
+        )
+        slower.append(sum(c.seconds for c in choices) - best)
+    assert sum(s < 1e-9 for s in slower) >= 0.9 * len(slower), sorted(slower)[-20:]
+
+
+def test_one_forward_at_a_time_has_the_whole_budget():
+    for forwards, _, part in drawn(50):
+        calls, outside = forwards[0]
+        budget = int(recompute.least(calls, outside) * (1 + part))
+        alone = recompute.choose(calls, outside, budget)
+        assert recompute.choose_together([(calls, outside)], budget, 1)[1] == [alone]
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+WIDTH, MICRO = 32, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), 0.1)
+
+
+def train(rank, world, stages, options, config, budgets, batch=16):
+    """Of each budget: losses, weights, bytes that lived at most in the last batch above those before, stats."""
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    out = []
+    for budget in budgets:
+        layers = [LayerSpec(nn.Linear, 8, WIDTH), *[LayerSpec(Block) for _ in range(6)], LayerSpec(nn.Linear, WIDTH, 4)]
+        model = PipelineModule(
+            layers,
+            num_stages=stages,
+            loss_fn=nn.functional.cross_entropy,
+            seed_layers=True,
+            partition_method="type:Block",
+            **options,
+        ).train()
+        asked = {} if budget is None else {KEY: {"budget": budget}}
+        engine, *_ = deepc.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": batch,
+                "gradient_accumulation_steps": MICRO,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                **config,
+                **asked,
+            },
+        )
+        torch.manual_seed(rank)
+        dtype = next(model.parameters()).dtype
+
+        def data():
+            g = torch.Generator().manual_seed(11)
+            while True:
+                yield torch.randn(batch, 8, generator=g).to(dtype), torch.randint(4, (batch,), generator=g)
+
+        it, losses = data(), []
+        for _ in range(3):
+            with Held(engine.module) as held:
+                losses.append(float(engine.train_batch(it)))
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        out.append((losses, weights, held.most, engine.recomputation.stats()))
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "options", "config", "in_flight"),
+    [
+        (2, 2, {}, {"zero_optimization": {"stage": 1}}, (2, 1)),
+        pytest.param(2, 2, {"schedule": "gpipe"}, {}, (4, 4), marks=pytest.mark.full),
+        pytest.param(2, 2, {"schedule": "interleaved"}, {}, None, marks=pytest.mark.full),
+        (2, 2, {"schedule": "zb-h1"}, {"bf16": {"enabled": True}}, None),
+        pytest.param(2, 2, {"schedule": "zb-v"}, {}, None, marks=pytest.mark.full),
+        pytest.param(4, 2, {}, {"zero_optimization": {"stage": 2}}, (2, 2, 1, 1), marks=pytest.mark.full),
+        pytest.param(4, 2, {}, {"zero_optimization": {"stage": 3}}, (2, 2, 1, 1), marks=pytest.mark.full),
+        pytest.param(4, 4, {}, {}, (4, 3, 2, 1), marks=pytest.mark.full),
+    ],
+)
+def test_budgets_are_kept_and_no_bit_differs(world, stages, options, config, in_flight):
+    ranks = run_ranks(train, world, args=(stages, options, config, [None, "1TB"]))
+    stats = [r[1][3] for r in ranks]
+    if in_flight is not None:
+        assert tuple(s["in_flight"] for s in stats) == in_flight
+    assert all(s["recomputed"] == 0 and s["peak_bytes"] == s["whole_bytes"] for s in stats)
+    least, whole = max(s["least_bytes"] for s in stats), max(s["whole_bytes"] for s in stats)
+    budgets = [least + k * (whole - least) // 3 for k in range(3)]
+    bound = run_ranks(train, world, args=(stages, options, config, budgets))
+    for (none, most), some in zip(ranks, bound):
+        assert most[0] == none[0]
+        room = some[0][2] - some[0][3]["peak_bytes"]  # of gradients and messages, and of a backward's own: beside it
+        for budget, (losses, weights, held, told) in zip(budgets, some):
+            assert losses == none[0] and all(torch.equal(w, none[1][n]) for n, w in weights.items())
+            assert told["peak_bytes"] <= budget
+            if options.get("schedule", "1f1b") in ("1f1b", "gpipe", "interleaved"):  # gradients of weights that wait
+                assert held <= budget + room + 0.02 * whole, (budget, held, room, told)  # are beside it
+    # who has more in flight computes more again
+    counts = [sum(told["recomputed"] for *_, told in some) for some in bound]
+    assert max(counts) > 0
+    if in_flight is not None and len(set(in_flight)) > 1:
+        assert counts[0] > counts[-1]
+
+
+def cut_by_key(rank, world, budgets):
+    import deepc
+    from test_tensor_parallel import transformer
+
+    out = []
+    for budget in budgets:
+        model = transformer("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1).train()
+        asked = {} if budget is None else {KEY: {"budget": budget}}
+        torch.manual_seed(0)
+        ids = torch.randint(0, 61, (2, 16))
+        engine, *_ = deepc.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": MICRO,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+                "pipeline": {"stages": 2},
+                **asked,
+            },
+            sample_batch={"input_ids": ids, "labels": ids},
+        )
+        torch.manual_seed(rank)
+        batches = iter([{"input_ids": ids, "labels": ids}] * 3 * MICRO)
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        out.append((losses, engine.recomputation.stats(), len(engine.part.blocks())))
+        engine.destroy()
+    return out
+
+
+def test_a_model_that_was_cut_where_it_stands():
+    pytest.importorskip("transformers")
+    (first, second) = run_ranks(cut_by_key, 2, args=([None, "1TB"],))
+    assert first[0][0] == first[1][0] and first[1][1]["in_flight"] == 2 and second[1][1]["in_flight"] == 1
+    middle = (first[1][1]["least_bytes"] + first[1][1]["whole_bytes"]) // 2
+    for (losses, stats, _), *_ in run_ranks(cut_by_key, 2, args=([middle],)):
+        assert losses == first[0][0] and stats["peak_bytes"] <= middle
+        assert stats["recomputed"] <= stats["calls"]
+
+
+def too_small(rank, world, options, budget):
+    with pytest.raises(Exception) as told:
+        train(rank, world, 2, options, {}, [budget])
+    return type(told.value).__name__, str(told.value)
+
+
+def test_too_small_a_budget_is_told_to_all_ranks():
+    told = run_ranks(too_small, 2, args=({}, 1000))
+    assert any(kind == "ConfigError" and "wait for their backwards at a time" in text for kind, text in told), told
+    assert all("1000 bytes is less" in text for _, text in told), told
+
+
+def refused(rank, world):
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    out = []
+    for layers, options in (
+        ([LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.LayerNorm, 8)], {}),
+        ([LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)], {"activation_checkpoint_interval": 1}),
+    ):
+        model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, **options)
+        with pytest.raises(ConfigError) as told:
+            deepc.initialize(
+                model=model,
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                    KEY: {"budget": "1GB"},
+                },
+            )
+        out.append(str(told.value))
+    return out
+
+
+def test_what_has_no_blocks_or_recomputes_already():
+    for nothing, already in run_ranks(refused, 2):
+        assert "no two layers" in nothing and "activation_checkpoint_interval = 1 recomputes already" in already
