@@ -159,7 +159,7 @@ class DiskTimeoutError(DiskError, TimeoutError):
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
     """' Did you mean "..."?' with up to three of `known` that are spelled like `key`, or ''. A dotted name is also
-    looked for by its last part."""
+    looked for by its last part, and what its own section has of that goes before other sections'."""
     import difflib  # a message's need alone
 
     paths = list(known)
@@ -170,5 +170,6 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
         leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)
     for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
         found += [p for p in leaves[leaf] if p not in found]
-    found = list(dict.fromkeys(found))[:3]
+    section, dot, _ = key.rpartition(".")
+    found = ([f for f in found if f.rpartition(".")[0] == section] if dot else []) or list(dict.fromkeys(found))[:3]
     return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""

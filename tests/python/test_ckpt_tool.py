@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -74,6 +75,19 @@ def test_info(saved, capsys):
     assert main(["ckpt", "info", str(folder), "--tag", "step2", "--tensors"]) == 0
     out = capsys.readouterr().out
     assert "trained parameters (fp32)" in out and "fp32/blocks.0.up.weight" in out and "ZeRO stage 3" in out
+
+
+def test_a_copy_says_when_it_was_saved(saved, tmp_path):
+    folder, *_ = saved
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for path in copy.rglob("*"):
+        os.utime(path, (0, 0))
+    written = tool.info(folder / "step2")["written"]
+    assert tool.info(copy / "step2")["written"] == written > time.time() - 3600 * 24
+    assert [r["written"] for r in tool.listing(copy)["checkpoints"]] == [
+        r["written"] for r in tool.listing(folder)["checkpoints"]
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from deepc.compat import names
-from deepc.errors import ArgumentError, UnsupportedError
+from deepc.errors import ArgumentError, CheckpointError, UnsupportedError
 from programs import run_python
 
 
@@ -262,6 +262,12 @@ def test_a_plain_deepspeed_script(deepspeed, tmp_path):
     assert all(torch.equal(v, expected[k]) for k, v in safe.items())
     engine.save_16bit_model(tmp_path / "bin")
     assert torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True).keys() == expected.keys()
+    for folder, name in (
+        ("bin/pytorch_model.bin", "a.bin"),
+        ("bin", "no/a.bin"),
+    ):  # mkdir's error, and torch.save's own
+        with pytest.raises(CheckpointError, match=f"can't write .*/{folder}/{name}: "):
+            engine.save_16bit_model(tmp_path / folder, name)
     engine.destroy()
 
 

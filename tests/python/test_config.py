@@ -484,6 +484,11 @@ def test_unknown_keys_get_a_did_you_mean(raw, meant):
     assert (f'"{meant}"' in message.partition("Did you mean")[2]) if meant else "unknown key" in message
 
 
+def test_a_keys_own_section_is_meant_before_others():
+    assert refused({"zero_optimization": {"stag": 2}}).endswith('Did you mean "zero_optimization.stage"?')
+    assert '"pipeline.stages"' in refused({"stag": 2})
+
+
 @given(
     st.dictionaries(
         st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12),
@@ -753,6 +758,7 @@ def test_bad_sources(tmp_path):
     assert "keys are strings" in refused({"train_batch_size": 1, 3: 4})
     (tmp_path / "list.json").write_text("[1]")
     assert "must be a JSON object" in refused(tmp_path / "list.json")
+    assert "the configuration text: the configuration must be a JSON object" in refused("[1]")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     assert "can't read" in refused(tmp_path / "binary.json")
     assert "can't read" in refused(str(tmp_path))

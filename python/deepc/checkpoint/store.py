@@ -30,6 +30,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -485,6 +486,7 @@ class CheckpointWriter:
             "version": VERSION,
             "tag": self.tag,
             "token": self.token,
+            "written": round(time.time(), 3),
             "world_size": self.world_size,
             "files": {},
             "tensors": {},
@@ -661,6 +663,10 @@ class CheckpointReader:
         self._index = self._read_index()
         self.token: str = self._index["token"]
         self.world_size: int = self._index["world_size"]
+        written = self._index.get("written")  # a copy of the file has another time than the save
+        self.written = (
+            float(written) if isinstance(written, (int, float)) else os.stat(self.path + f"/{INDEX}").st_mtime
+        )
         self.tensors: dict[str, LogicalTensor] = {n: self._logical(n, t) for n, t in self._index["tensors"].items()}
         self._check_files()
 

@@ -135,6 +135,7 @@ def listing(directory: str | os.PathLike[str]) -> dict[str, Any]:
             with CheckpointReader(folder, tag) as reader:
                 engine = _engine_state(reader)
                 row |= {
+                    "written": reader.written,
                     "ranks": reader.world_size,
                     "step": engine.get("global_steps"),
                     "stage": engine.get("stage"),
@@ -234,7 +235,7 @@ def info(path: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]
             "token": reader.token,
             "ranks": reader.world_size,
             "bytes": _files_bytes(reader.path),
-            "written": os.stat(os.path.join(reader.path, INDEX)).st_mtime,
+            "written": reader.written,
             "engine": engine,
             "kinds": kinds,
             "tensors": tensors,

@@ -19,7 +19,7 @@ from ...core.ops import torch_dtype
 from ...engine import build, pipelined
 from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
-from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...errors import ArgumentError, CheckpointError, MisuseError, UnsupportedError
 from ...observe import watch
 from ..helpers.groups import engine_has
 from ..helpers.timer import ThroughputTimer
@@ -459,7 +459,13 @@ class DeepSpeedEngine(Engine):
             if self.global_rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
                 torch.save(state, os.path.join(save_dir, save_filename))
-        except Exception as exc:  # told to the other ranks, then raised
+        except (
+            OSError,
+            RuntimeError,
+        ) as exc:  # RuntimeError: how torch.save says it; told to the other ranks, then raised
+            failure = CheckpointError(f"can't write {os.path.join(save_dir, save_filename)}: {exc}")
+            failure.__cause__ = exc
+        except Exception as exc:
             failure = exc
         together(self, f"writing {save_filename}", failure)
         return True
