@@ -14,7 +14,8 @@ from ranks import run_ranks
 STEPS, WORLD, MICRO, GAS = 20, 2, 2, 2
 
 
-def _config(stage: int) -> dict:
+def _config(stage: int, own_adam: bool) -> dict:
+    """own_adam: DeepSpeed's fused kernel, where it is the default; else torch's Adam inside of DeepSpeed."""
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": GAS,
@@ -22,7 +23,7 @@ def _config(stage: int) -> dict:
         "steps_per_print": 1000,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+            "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": not own_adam},
         },
         "scheduler": {
             "type": "WarmupLR",
@@ -32,7 +33,7 @@ def _config(stage: int) -> dict:
     }
 
 
-def _script(rank: int, world: int, library: str, stages) -> dict[int, list[float]]:
+def _script(rank: int, world: int, library: str, stages, own_adam: bool) -> dict[int, list[float]]:
     """Losses of all micro-batches, averaged over ranks, by stage."""
     import torch.distributed as dist
 
@@ -44,7 +45,7 @@ def _script(rank: int, world: int, library: str, stages) -> dict[int, list[float
     out = {}
     for stage in stages:
         engine, _, _, _ = ds.initialize(
-            model=tiny.make_model(frozen=True, unused=True), config=_config(stage), dist_init_required=False
+            model=tiny.make_model(frozen=True, unused=True), config=_config(stage, own_adam), dist_init_required=False
         )
         out[stage] = []
         for step in range(STEPS):
@@ -62,15 +63,17 @@ def _script(rank: int, world: int, library: str, stages) -> dict[int, list[float
 
 
 @pytest.mark.full
-def test_losses_equal_deepspeeds_to_five_decimals():
+@pytest.mark.parametrize("own_adam, tolerance", [(False, 5e-6), (True, 2e-5)], ids=["torch's Adam", "DeepSpeed's Adam"])
+def test_losses_equal_deepspeeds_to_five_decimals(own_adam, tolerance):
+    """DeepSpeed's kernel rounds otherwise than torch's: its losses were 4e-6 away where torch's are 2e-6."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
     stages = (0, 2, 3)
-    ours = run_ranks(_script, WORLD, args=("deepc", stages), env={"DEEPC_LOG_LEVEL": "WARNING"})
+    ours = run_ranks(_script, WORLD, args=("deepc", stages, own_adam), env={"DEEPC_LOG_LEVEL": "WARNING"})
     theirs = run_ranks(
         _script,
         WORLD,
-        args=("deepspeed", stages),
+        args=("deepspeed", stages, own_adam),
         backend="gloo",
         fresh=True,
         env={"DS_ACCELERATOR": "cpu"},
@@ -85,4 +88,4 @@ def test_losses_equal_deepspeeds_to_five_decimals():
         assert theirs[0][stage][-1] < 0.97 * theirs[0][stage][0]  # it trains
         worst = max(abs(a - b) for a, b in zip(ours[0][stage], theirs[0][stage], strict=True))
         print(f"stage {stage}: largest difference of {STEPS * GAS} losses {worst:.2e}")
-        assert worst < 5e-6, (stage, list(zip(ours[0][stage], theirs[0][stage])))
+        assert worst < tolerance, (stage, list(zip(ours[0][stage], theirs[0][stage])))
