@@ -340,6 +340,65 @@ def test_stages_hand_on_tuples_of_any_shapes():
     assert first == pytest.approx([1 - 0.5 * want] * 2) and last == [-0.5]
 
 
+class InPlace(nn.Module):
+    """A layer that begins by writing what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.mul_(0.5).relu_())
+
+
+def _in_place(rank, world, schedule):
+    """Losses and weights."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    torch.manual_seed(0)
+    chain = [nn.Linear(8, 8), *[InPlace() for _ in range(7)]]
+    model = PipelineModule(chain, num_stages=world, loss_fn=F.mse_loss, partition_method="uniform", schedule=schedule)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    engine, *_ = deepc.initialize(model=model, config=config)
+    data = iter([(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(12)])
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    return losses, [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_stages_may_begin_in_place(schedule):
+    (whole,) = run_ranks(_in_place, 1, "1f1b")
+    stages = run_ranks(_in_place, 2, schedule)
+    assert all(losses == whole[0] for losses, _ in stages) and len(set(whole[0])) == 3
+    parts = [p for _, weights in stages for p in weights]
+    if schedule == "zb-v":  # the first rank has the first and the last quarter of the layers
+        parts = [*parts[:4], *parts[8:], *parts[4:8]]
+    assert len(parts) == len(whole[1]) and all(map(torch.equal, parts, whole[1]))
+
+
+def test_what_a_stage_writes_is_told_to_the_one_before():
+    """On one rank a stage's output lies where the next one writes."""
+    from deepc.parallel.pipeline import runtime
+
+    for output, needed in ((torch.sigmoid, True), (torch.neg, False)):
+        weight = torch.rand(3, requires_grad=True)
+        out = output(weight)
+        leaf = runtime._as_leaves(out)
+        given = runtime._handed_on(leaf)
+        after = given.mul_(2.0)
+        runtime._note_writes(given, leaf)
+        after.sum().backward()
+        assert torch.equal(leaf.grad, torch.full((3,), 2.0))
+        if needed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.backward(leaf.grad)
+        else:
+            out.backward(leaf.grad)
+            assert torch.equal(weight.grad, torch.full((3,), -2.0))
+
+
 def _logged(rank, world, folder):
     engine = _engine(2, {"gradient_accumulation_steps": 2, "deepc": {"run_dir": folder}})
     data = batches(engine.global_rank, 2, 2)

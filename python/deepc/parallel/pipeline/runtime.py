@@ -135,7 +135,9 @@ class Stages:
     def _forward(self, loop: Forward, stage: int, micro: int, batch: Any, later: Later | None = None) -> Any:
         received = None if stage == 0 else self._receive(stage, micro)
         self._begun = time.monotonic()
-        out = loop.run_stage(stage, received, batch)
+        given = _handed_on(received)
+        out = loop.run_stage(stage, given, batch)
+        _note_writes(given, received)
         self._passed[stage, micro] = _Passed(received, out, later)
         if stage < self.count - 1:
             self._send(out, stage, micro)
@@ -214,6 +216,35 @@ def _grown(output: Any) -> list[torch.Tensor]:
 
 
 _leaves = _grown  # of what was received: those that want a gradient
+
+
+class _HandedOn(torch.autograd.Function):
+    """A leaf's memory in a tensor that is no leaf: a stage may begin with an operation in place, as a layer may in one
+    process. No view either (of a leaf it could not be written), so that its version counter is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _handed_on(received: Any) -> Any:
+    """What a stage is given of what was received."""
+    if isinstance(received, tuple):
+        return tuple(map(_handed_on, received))
+    wants = isinstance(received, torch.Tensor) and received.requires_grad
+    return _HandedOn.apply(received) if wants else received  # type: ignore[no-untyped-call]
+
+
+def _note_writes(given: Any, received: Any) -> None:
+    """What a stage wrote in place was the output of another one of this rank: if its gradient needs what was there,
+    autograd says so then, as in one process."""
+    for alias, leaf in zip(_tensors(given), _tensors(received)):
+        if alias is not leaf and alias._version:
+            torch.autograd.graph.increment_version(leaf)
 
 
 def _as_leaves(value: Any) -> Any:
