@@ -261,14 +261,14 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
                 memory,
             )
         )
-        # The report shows a loop's val_loss beside its loss, in the same unit.
-        engine.log({"bits/byte": bits, **({} if validation is None else {"val_loss": validation / BITS})})
+        if validation is not None:  # the log and the report show it beside the loss, in the same unit
+            engine.log({"val_loss": validation / BITS})
 
     while True:
         over, report_now = budget.tick(want_report=time.monotonic() - reported > 0.5)
         if over:
             break
-        engine.monitor.set_total_steps(budget.total if budget.total < UNKNOWN_STEPS else 0)
+        engine.monitor.set_total_steps(budget.total if budget.total < UNKNOWN_STEPS else 0, about=args.steps is None)
         if adjust:
             scheduler.total_num_steps = max(budget.total, WARMUP_STEPS + 1)
         step, loss = engine.global_steps, 0.0

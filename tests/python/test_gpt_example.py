@@ -166,7 +166,7 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
     assert "ZeRO stage 3, 2 ranks" in err and "optimizer states" in err  # the plan
     assert re.search(r"precision: (bf16|fp32) \(.+\)", text)  # which, and why
     assert re.search(r"deepc: step 1/40  loss \d+\.\d+ .* tokens/s", err) and re.search(
-        r"deepc: step 40/40  loss \d+\.\d+ .* tokens/s .*bits/byte .*ETA 0:00", err
+        r"deepc: step 40/40  loss \d+\.\d+ .* tokens/s .*val_loss .*ETA 0:00", err
     )
     assert (
         len((out / "metrics.jsonl").read_text().splitlines()) >= 40

@@ -545,6 +545,11 @@ def test_the_steps_of_the_whole_run(tmp_path):
         engine.monitor.set_total_steps(given)
         last = engine.monitor.last
         assert last["total_steps"] == total and (last["eta_s"] is None) == (total is None)
+        assert "total_about" not in last
+    engine.monitor.set_total_steps(50, about=True)
+    assert line.text(engine.monitor.last).startswith("step 2/~50  ")
+    engine.monitor.set_total_steps(50)
+    assert line.text(engine.monitor.last).startswith("step 2/50  ")
     engine.destroy()
 
 

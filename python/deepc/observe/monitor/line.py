@@ -60,7 +60,7 @@ def clock(seconds: float) -> str:
 
 def _step(r: Record) -> str:
     total = r.get("total_steps")
-    return f"step {r['step']}/{total}" if total else f"step {r['step']}"
+    return f"step {r['step']}/{'~' * bool(r.get('total_about'))}{total}" if total else f"step {r['step']}"
 
 
 def _flops(r: Record) -> str | None:

@@ -62,6 +62,7 @@ class Meter(Listener):
         self._flops_a_token: float | None = None
         self._peak: float | None = None  # FLOP/s of all ranks
         self._total: int | None = config.deepc.log.total_steps
+        self._about = False  # that number is a guess
 
         # this rank, since the last step
         self._losses: list[torch.Tensor] = []
@@ -459,7 +460,7 @@ class Meter(Listener):
         if total and self._pace and step > self._pace[0][0]:
             since, at = self._pace[0]
             eta = max(0, total - step) * (self._now["at"] + self._start - at) / (step - since)
-        return {"total_steps": total, "eta_s": eta}
+        return {"total_steps": total, "eta_s": eta, **({"total_about": True} if total and self._about else {})}
 
     # ---- for users and other modules ---------------------------------------------------------------------------------
     @property
@@ -467,10 +468,10 @@ class Meter(Listener):
         """The last finished step, with the names of metrics.jsonl; {} before the first. Figures of all ranks."""
         return {**self._now, **self._ahead()} if self._now else {}
 
-    def set_total_steps(self, steps: int | None) -> None:
+    def set_total_steps(self, steps: int | None, about: bool = False) -> None:
         """Optimizer steps that the run will have made at its end, for the ETA; 0: nobody knows; None: what the LR
-        schedule says."""
-        self._total = steps
+        schedule says. about: it is a guess that will change (a run that time limits), and is shown as ~steps."""
+        self._total, self._about = steps, about and steps is not None
 
     def set_flops(
         self, *, per_step: float | None = None, per_token: float | None = None, per_sample: float | None = None

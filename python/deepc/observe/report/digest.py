@@ -26,6 +26,7 @@ _NOT_CURVES = {
     "skipped_steps",
     "eta_s",
     "total_steps",
+    "total_about",
     "samples",
     "tokens",
     "wait",
