@@ -829,7 +829,12 @@ KEYS: tuple[Key, ...] = (
         None,
         "Operations to log: all_reduce, reduce_scatter, all_gather, broadcast, ...",
     ),
-    _later("autotuning", "gated", None, "autotuning"),
+    _later(
+        "autotuning",
+        "gated",
+        None,
+        "autotuning inside of a run (`deepc tune` does it before one, and reads this section)",
+    ),
     _active(
         "pipeline.stages",
         "int",
