@@ -15,13 +15,15 @@ MESHES = [
     Mesh(),
     Mesh(dp=6, ep=3, ranks_per_node=2),
     Mesh(pp=2, dp=4, sp=3, tp=2, ep=2, ranks_per_node=8),
+    Mesh(dp=2, sp=4, tp=2, ep=8),
     Mesh(dp=2, tp=4),
 ]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_coordinates_count_the_last_axis_fastest(mesh):
-    counted = [Coordinates(*at, at[1] % mesh.ep) for at in itertools.product(*(range(getattr(mesh, a)) for a in AXES))]
+    places = itertools.product(*(range(getattr(mesh, a)) for a in AXES))
+    counted = [Coordinates(*at, (at[1] * mesh.sp + at[2]) % mesh.ep) for at in places]
     assert [mesh.coordinates(r) for r in range(mesh.size)] == counted
     for rank, (pp, dp, sp, tp, _) in enumerate(counted):
         assert mesh.rank(pp=pp, dp=dp, sp=sp, tp=tp) == rank and mesh.array()[pp][dp][sp][tp] == rank
@@ -38,7 +40,8 @@ def test_groups_are_what_differs_in_one_axis(mesh):
         assert sorted(r for g in mesh.groups(axis) for r in g) == list(range(mesh.size))
     for group in mesh.groups("ep"):
         assert [mesh.coordinates(r).ep for r in group] == list(range(mesh.ep))
-        assert len({mesh.coordinates(r)._replace(dp=0, ep=0) for r in group}) == 1
+        assert len({mesh.replicas(r) for r in group}) == 1  # the same stage and tensor shards
+        assert len({mesh.replicas(r).index(r) // mesh.ep for r in group}) == 1  # neighbours
     assert sorted(r for g in mesh.groups("ep") for r in g) == list(range(mesh.size))
 
 
@@ -55,6 +58,7 @@ def test_a_mesh_is_a_value():
         ({"tp": 1.0}, "tp = 1.0"),
         ({"dp": True}, "dp = True"),
         ({"dp": 4, "ep": 3}, "ep = 3 does not divide dp = 4"),
+        ({"dp": 4, "sp": 2, "ep": 3}, "ep = 3 does not divide dp x sp = 4 x 2"),
         ({"dp": 4, "ranks_per_node": 5}, "from 1 to the 4"),
         ({"dp": 4, "ranks_per_node": 3}, "3 ranks on each node don't make 4"),
     ],

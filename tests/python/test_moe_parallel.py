@@ -94,8 +94,9 @@ def train(rank, world, stages, ep, config, pipe, folder=None, skip=0, steps=STEP
     import deepc
     from deepc.pipe import PipelineModule
 
-    replicas = world // stages
-    replica = rank % replicas
+    tensor = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    replicas = world // stages // tensor
+    replica = rank // tensor % replicas
     model = PipelineModule(
         layers(ep, replica),
         num_stages=stages,
@@ -192,6 +193,16 @@ def test_experts_of_a_stages_ranks_train_as_in_one_process(world, stages, ep, ze
         same(found, wanted)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=FULL) for s in (0, 3)])
+def test_experts_of_a_stage_are_cut_over_its_tensor_ranks(stage):
+    rows = [{"patterns": [r".*\.deepspeed_experts\.\d+\.2$"], "partition_type": "row"}]
+    rules = [{"patterns": [r".*\.deepspeed_experts\.\d+\.0$"], "partition_type": "column"}, *rows]
+    tensor = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": rules}}
+    wanted, config = plainly(), {"tensor_parallel": tensor, "zero_optimization": {"stage": stage}}
+    for found in run_ranks(train, 8, 2, 2, config, {}):
+        same(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -250,7 +261,7 @@ def _refused(rank, world, stages, sizes):
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ((2, 2), "ArgumentError: MoE: ep_size = 2 does not divide the 1 data-parallel rank(s) of a part of the model"),
+        ((2, 2), "ArgumentError: MoE: ep_size = 2 does not divide the 1 rank(s) that hold the same part of the model"),
         pytest.param((2, 4), "UnsupportedError: MoE: layers with ep_size 2 and 4 in one model", marks=FULL),
     ],
 )
@@ -261,14 +272,14 @@ def test_sizes_that_do_not_fit_are_refused_on_all_ranks(sizes, text):
 
 def _refused_as_it_stands(rank, world):
     import deepc
-    from deepc.errors import UnsupportedError
+    from deepc.errors import ArgumentError
 
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "pipeline": {"stages": 2}}
-    with pytest.raises(UnsupportedError, match=r"ep_size = 2 with pipeline.stages = 2 .*PipelineModule"):
+    with pytest.raises(ArgumentError, match="ep_size = 2 does not divide the 1 rank"):
         deepc.initialize(model=nn.Sequential(Mixed(0, 2, 0), Mixed(1, 2, 0)), config=config)
 
 
-def test_a_model_that_is_cut_where_it_stands_has_its_experts_whole():
+def test_a_stage_of_a_model_that_is_cut_where_it_stands_has_ranks_for_its_experts():
     run_ranks(_refused_as_it_stands, 2)
 
 

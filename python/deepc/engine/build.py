@@ -30,6 +30,7 @@ from ..parallel.expert.group import expert_group, mesh_with_experts
 from ..parallel.expert.spread import (
     SharedGradients,
     connect,
+    connected,
     one_size,
     ranks_of_experts,
     refuse_experts,
@@ -144,7 +145,7 @@ def initialize(
     if device.type != "cpu":
         model.to(device)
     cut_as_asked(model, parsed)
-    part = part_of(model, parsed, given)
+    part = part_of(model, parsed, given, device)
     if mpu is not None:
         refuse_another_order(mpu, part.mesh if part is not None else mesh_asked(parsed, 1))
     made = kind if part is None else pipelined
@@ -168,7 +169,7 @@ def ranks_to_share(model: torch.nn.Module, source: Any) -> int:
     return model.mesh.dp * asked
 
 
-def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Part | None:
+def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any], device: torch.device) -> Part | None:
     """What of the model is this rank's, where the ranks make pipelines. Takes sample_batch and loss_fn out of `given`
     where it uses them. Collective."""
     import torch.distributed as dist
@@ -178,17 +179,12 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
         return model
     if (stages := config.pipeline.stages or 1) == 1:
         return None
-    if (size := ranks_of_experts(model)) > 1:
-        raise UnsupportedError(
-            f"MoE: ep_size = {size} with pipeline.stages = {stages} does not exist; give the model as layers"
-            " (deepc.pipe.PipelineModule), or use ep_size=1"
-        )
     from ..parallel.pipeline.cutting import CutModel
     from ..plan.schedule import Order
 
     asked = config.deepc.pipeline
     mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
-    mesh = mesh_asked(config, stages)
+    mesh = connected(model, mesh_asked(config, stages), device)
     sample, loss_fn = given.pop("sample_batch", None), given.pop("loss_fn", None)
     return CutModel(model, mesh, Order.of(asked.schedule, stages, asked.chunks), sample, loss_fn)
 
@@ -203,11 +199,12 @@ def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
     from ..parallel.tensor.model import cut_model
 
     stages = model.mesh.pp if isinstance(model, PipelineModule) else config.pipeline.stages or 1
+    mesh = mesh_asked(config, stages)
     if not isinstance(model, PipelineModule) and stages > 1:
-        from ..parallel.pipeline.cutting.model import take_from_rank_0
+        from ..parallel.pipeline.cutting.model import take_from_firsts
 
-        take_from_rank_0(model)
-    summary = cut_model(model, tensor_group(mesh_asked(config, stages)), dataclasses.asdict(asked))
+        take_from_firsts(model, mesh_with_experts(mesh, ranks_of_experts(model)))
+    summary = cut_model(model, tensor_group(mesh), dataclasses.asdict(asked))
     if dist.get_rank() == 0:
         logger.info("%s", summary)
 
@@ -346,7 +343,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
     failure: Exception | None = None
     try:
         size = ranks_of_experts(module)
-        refuse_experts(module, size, mesh, engine.device)
+        refuse_experts(module, size, engine.device)
     except DeepcError as exc:
         failure = exc
     if engine.part is not None:  # whose stages may have no experts

@@ -28,7 +28,7 @@ class Parts:
         self.here = (at.pp * mesh.tp + at.tp) * mesh.ep + at.ep
         self.repeated: frozenset[int] = frozenset()
         self._firsts = [
-            mesh.rank(pp=s, tp=t, dp=e) for s in range(mesh.pp) for t in range(mesh.tp) for e in range(mesh.ep)
+            r for s in range(mesh.pp) for t in range(mesh.tp) for r in mesh.group("ep", mesh.rank(pp=s, tp=t))
         ]
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:

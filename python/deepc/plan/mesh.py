@@ -1,8 +1,9 @@
 """Where ranks stand: a frozen mesh of axis sizes, and the way between a rank and its coordinates. Data only.
 
 Axes from the slowest to the fastest: pipeline (pp), data (dp), sequence (sp) and tensor (tp) parallelism, so that the
-ranks that talk most are neighbours. Experts (ep) are no axis of their own: they are spread over `ep` data-parallel
-ranks next to each other, and replicated over the others (DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
+ranks that talk most are neighbours. Experts (ep) are no axis of their own: they are spread over `ep` neighbours among
+the ranks that hold the same part of a model (those of the data and the sequence axis), and replicated over the others
+(DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NAMES = {
 
 
 class Coordinates(NamedTuple):
-    """A rank's index along each axis; `ep` follows from `dp`."""
+    """A rank's index along each axis; `ep` follows from `dp` and `sp`."""
 
     pp: int
     dp: int
@@ -35,7 +36,7 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True)
 class Mesh:
     """Ranks 0 to `size` - 1 in the order of AXES, `ranks_per_node` consecutive ones on each node (0: all on one).
-    ArgumentError for a size below 1, `ep` that does not divide `dp`, or more ranks on a node than there are."""
+    ArgumentError for a size below 1, `ep` that does not divide `dp` x `sp`, or more ranks on a node than there are."""
 
     dp: int = 1
     pp: int = 1
@@ -48,9 +49,11 @@ class Mesh:
         for axis in NAMES:
             if type(n := getattr(self, axis)) is not int or n < 1:
                 raise ArgumentError(f"mesh: {axis} = {n!r} ({NAMES[axis]}) must be an integer of at least 1")
-        if self.dp % self.ep:
+        if self.dp * self.sp % self.ep:
+            of = f"dp = {self.dp}" if self.sp == 1 else f"dp x sp = {self.dp} x {self.sp}"
             raise ArgumentError(
-                f"mesh: ep = {self.ep} does not divide dp = {self.dp}: experts are spread over data-parallel ranks"
+                f"mesh: ep = {self.ep} does not divide {of}: experts are spread over the ranks that hold the same part"
+                " of a model"
             )
         if self.ranks_per_node == 0:
             object.__setattr__(self, "ranks_per_node", self.size)
@@ -95,7 +98,7 @@ class Mesh:
             rest, i = divmod(rest, n)
             at.append(i)
         pp, dp, sp, tp = reversed(at)
-        return Coordinates(pp, dp, sp, tp, dp % self.ep)
+        return Coordinates(pp, dp, sp, tp, (dp * self.sp + sp) % self.ep)
 
     def rank(self, *, pp: int = 0, dp: int = 0, sp: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates. ArgumentError if one is outside of its axis."""
@@ -112,8 +115,8 @@ class Mesh:
         at = self.coordinates(rank)._asdict()
         ep = at.pop("ep")
         if axis == "ep":
-            first = at["dp"] - ep
-            return tuple(self.rank(**{**at, "dp": first + i}) for i in range(self.ep))
+            first = at["dp"] * self.sp + at["sp"] - ep
+            return self.replicas(rank)[first : first + self.ep]
         if axis not in AXES:
             raise ArgumentError(f"mesh: {axis!r} is no axis; the axes are {', '.join(NAMES)}")
         return tuple(self.rank(**{**at, axis: i}) for i in range(getattr(self, axis)))

@@ -60,17 +60,18 @@ def _exchanged(rows: torch.Tensor, given: list[int], got: list[int], group: Any)
 
 
 def mesh_with_experts(mesh: Mesh, size: int) -> Mesh:
-    """The mesh with experts spread over `size` data-parallel ranks. ArgumentError if these do not divide into such."""
-    if mesh.dp % size:
-        whole = mesh.size == mesh.dp
+    """The mesh with experts spread over `size` of the ranks with the same part of the model. ArgumentError if these do
+    not divide into such."""
+    if (replicas := mesh.dp * mesh.sp) % size:
+        whole = mesh.size == replicas
         raise ArgumentError(
-            f"MoE: ep_size = {size} does not divide the {mesh.dp} {'' if whole else 'data-parallel '}rank(s)"
-            f"{'' if whole else ' of a part of the model'}; use a size that does"
+            f"MoE: ep_size = {size} does not divide the {replicas} rank(s)"
+            f"{'' if whole else ' that hold the same part of the model'}; use a size that does"
         )
     return dataclasses.replace(mesh, ep=size)
 
 
 def expert_group(mesh: Mesh, backend: str = "deepc") -> ExpertGroup:
-    """That of this rank along the mesh's expert axis: `ep` data-parallel ranks with the same stage, positions and
-    tensor shards; made once for a default group. Collective over all ranks."""
+    """That of this rank along the mesh's expert axis: `ep` neighbours of the data and the sequence axis with the same
+    stage and tensor shards; made once for a default group. Collective over all ranks."""
     return axis_group(mesh, "ep", ExpertGroup.of, backend)

@@ -1,4 +1,4 @@
-"""A model whose experts are spread over neighbouring data-parallel ranks (of a stage, where there are stages): which
+"""A model whose experts are spread over neighbouring ranks (of those that hold the same stage and tensor shards): which
 parameters those are, their numbers among all ranks' experts, and what gradients go through."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import UnsupportedError
 from ...plan.mesh import Mesh
 from ...zero.parameters.gathered import is_zero_param
-from .group import ExpertGroup
+from .group import ExpertGroup, expert_group, mesh_with_experts
 from .layer import MoE
 
 
@@ -33,13 +33,12 @@ def one_size(found: Iterable[int]) -> int:
     return sizes[0] if sizes else 1
 
 
-def refuse_experts(model: torch.nn.Module, size: int, mesh: Mesh, device: torch.device) -> None:
+def refuse_experts(model: torch.nn.Module, size: int, device: torch.device) -> None:
     """UnsupportedError for experts that are spread over `size` ranks where deepc can't."""
     if size == 1:
         return
-    given = {"sequence-parallel ranks": mesh.sp > 1, "tensor-parallel ranks": mesh.tp > 1, "GPUs": device.type != "cpu"}
-    if found := [what for what, is_so in given.items() if is_so]:
-        raise UnsupportedError(f"MoE: ep_size = {size} with {' and '.join(found)} does not exist; use ep_size=1")
+    if device.type != "cpu":
+        raise UnsupportedError(f"MoE: ep_size = {size} with GPUs does not exist; use ep_size=1")
     if any(is_zero_param(p) for p in model.parameters()):
         raise UnsupportedError(f"MoE: ep_size = {size} under zero.Init does not exist; make the model without it")
 
@@ -48,6 +47,16 @@ def spread_parameters(model: torch.nn.Module) -> frozenset[int]:
     """ids of the parameters of experts that are spread over ranks."""
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.ep_size > 1]
     return frozenset(id(p) for m in layers for p in m.deepspeed_moe.experts.parameters())
+
+
+def connected(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> Mesh:
+    """The mesh with the ranks that share the model's experts, which are connected where there are any. The errors are
+    those of refuse_experts and mesh_with_experts. Collective."""
+    refuse_experts(model, size := ranks_of_experts(model), device)
+    if size > 1:
+        mesh = mesh_with_experts(mesh, size)
+        connect(model, expert_group(mesh))
+    return mesh
 
 
 def connect(model: torch.nn.Module, group: ExpertGroup) -> None:

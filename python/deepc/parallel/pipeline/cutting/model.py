@@ -21,6 +21,7 @@ from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
 from ....plan.schedule import Order
 from ....zero.parameters.gathered import is_zero_param
+from ...expert.spread import spread_parameters
 from ...judged import refuse_released
 from ..deferred import in_checkpoint
 from ..part import Call, Tie, further_names
@@ -78,7 +79,7 @@ class CutModel:
                 " model(*batch) or model(**batch)"
             )
         if mesh.tp == 1:  # else who cut its tensors has
-            take_from_rank_0(model)
+            take_from_firsts(model, mesh)
         batch = sample if dummy is None else dummy
         with torch.random.fork_rng(devices=[]), _buffers_kept(model):
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
@@ -349,13 +350,20 @@ class CutModel:
 
 # ---- the chain -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def take_from_rank_0(model: torch.nn.Module) -> None:
-    """What the model has on rank 0 counts, as without a pipeline. Collective."""
+def take_from_firsts(model: torch.nn.Module, mesh: Mesh) -> None:
+    """What the model has on rank 0 counts, as without a pipeline; of experts that are spread over ranks, what the first
+    rank that has them has. Collective over all ranks of the mesh."""
     refuse_released(model, "pipeline.stages")
+    spread, mine = spread_parameters(model), mesh.coordinates(dist.get_rank()).ep
     for t in (*model.parameters(), *model.buffers()):
-        if t.numel() and not is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
+        if not t.numel() or is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
+            continue
+        for number, source in enumerate(mesh.group("ep", 0) if id(t) in spread else (0,)):
+            if id(t) in spread and number != mine:
+                dist.broadcast(torch.empty_like(t, memory_format=torch.contiguous_format), source)
+                continue
             whole = t.detach().contiguous()
-            dist.broadcast(whole, 0)
+            dist.broadcast(whole, source)
             if whole.data_ptr() != t.data_ptr() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
                 t.copy_(whole)
 
