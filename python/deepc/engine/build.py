@@ -748,8 +748,8 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
             engine.module, engine._config, engine.device, together_with[0] if together_with else None
         )
         undo.callback(engine.activations.close)
-        disk = asked.nvme_path and engine.plan.mode != "streamed" and engine.part is None
-        if section.budget is not None and disk:
+        disk = engine.plan.mode != "streamed" and engine.part is None
+        if section.budget is not None and asked.nvme_path and disk:
             moves = Moves(asked.nvme_path, asked.min_bytes)
             undo.callback(moves.close)
     except DeepcError as exc:
