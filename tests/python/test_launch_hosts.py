@@ -3,6 +3,7 @@ a fake `ssh`, what a lost host, connection or launcher does, and the command lin
 
 from __future__ import annotations
 
+import contextlib
 import argparse
 import functools
 import json
@@ -290,7 +291,8 @@ def talk():
 def test_an_agent_reports_exit_codes_and_output(talk, tmp_path):
     talk.start(tmp_path, "print('out'); import sys; print('err', file=sys.stderr)", "raise SystemExit(5)")
     assert talk.next("failed")[0]["rank"] == 1
-    talk.send("stop", grace_s=5)
+    with contextlib.suppress(BrokenPipeError):  # both ranks may have ended by themselves, and the agent with them
+        talk.send("stop", grace_s=5)
     failures = talk.next("ended")[0]["failures"]
     assert [(f["rank"], f["exit"]) for f in failures if f["exit"] != -signal.SIGTERM] == [(1, 5)] and 0 <= failures[-1][
         "age"
