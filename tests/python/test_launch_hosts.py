@@ -3,8 +3,8 @@ a fake `ssh`, what a lost host, connection or launcher does, and the command lin
 
 from __future__ import annotations
 
-import contextlib
 import argparse
+import contextlib
 import functools
 import json
 import os
