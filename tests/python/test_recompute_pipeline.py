@@ -189,8 +189,7 @@ def cut_by_key(rank, world, budgets):
                 "pipeline": {"stages": 2},
                 **asked,
             },
-            sample_batch={"input_ids": ids, "labels": ids},
-        )
+        )  # without a sample, whose times would cut each engine elsewhere, and give its dropout to another rank
         torch.manual_seed(rank)
         batches = iter([{"input_ids": ids, "labels": ids}] * 3 * MICRO)
         losses = [float(engine.train_batch(batches)) for _ in range(3)]
@@ -204,9 +203,9 @@ def test_a_model_that_was_cut_where_it_stands():
     (first, second) = run_ranks(cut_by_key, 2, args=([None, "1TB"],))
     assert first[0][0] == first[1][0] and first[1][1]["in_flight"] == 2 and second[1][1]["in_flight"] == 1
     middle = (first[1][1]["least_bytes"] + first[1][1]["whole_bytes"]) // 2
-    for (losses, stats, _), *_ in run_ranks(cut_by_key, 2, args=([middle],)):
+    for (losses, stats, blocks), *_ in run_ranks(cut_by_key, 2, args=([middle],)):
         assert losses == first[0][0] and stats["peak_bytes"] <= middle
-        assert stats["recomputed"] <= stats["calls"]
+        assert stats["recomputed"] <= stats["calls"] == blocks
 
 
 def too_small(rank, world, options, budget):
