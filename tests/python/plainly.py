@@ -118,6 +118,35 @@ def engine(
     return losses, first, weights, e
 
 
+def first_gradients(engine: Any, named: Callable[[str], str] = lambda name: name) -> dict[str, torch.Tensor]:
+    """{named(name): gradient of the first step, whole, averaged and not clipped} of what this rank has; filled when
+    that step is made."""
+    away, grads, update = engine.elsewhere(), {}, engine.optimizer.update
+
+    def seen(scale: Any) -> None:
+        if not grads:
+            here = ((n, p) for n, p in engine.module.named_parameters() if id(p) not in away)
+            grads.update((named(n), engine.full_grad(p).float().clone()) for n, p in here)
+        update(scale)
+
+    engine.optimizer.update = seen
+    return grads
+
+
+def batch_loss(engine: Any, micro_batches: int, loss: Callable[[], torch.Tensor], data: Any, ranks: Any) -> float:
+    """Trains on a batch: its mean loss over micro-batches and `ranks`. loss(): of the next micro-batch, where the
+    engine is no pipeline's; data: an iterator of them, where it is."""
+    if engine.mesh.pp > 1:
+        return float(engine.train_batch(data))
+    total = torch.zeros(1, dtype=torch.float64)
+    for _ in range(micro_batches):
+        mine = loss()
+        engine.backward(mine)
+        engine.step()
+        total += mine.detach()
+    return float(ranks.gather_all(total).mean() / micro_batches)
+
+
 def largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from plainly import batch_loss, first_gradients
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -131,27 +132,10 @@ def _by_deepc(rank, mesh, family, heads, stage):
         },
     )
     assert (engine.mesh.dp, engine.mesh.tp, engine.mesh.pp) == (mesh.dp, mesh.tp, mesh.pp)
-    away, grads, update = engine.elsewhere(), {}, engine.optimizer.update
-
-    def seen(scale):
-        if not grads:
-            named = [(n, p) for n, p in engine.module.named_parameters() if id(p) not in away]
-            grads.update((n, engine.full_grad(p).float().clone()) for n, p in named)
-        update(scale)
-
-    engine.optimizer.update = seen
-    losses, norms = [], []
+    grads, losses, norms = first_gradients(engine), [], []
     for _ in range(STEPS):
-        if mesh.pp > 1:
-            losses.append(float(engine.train_batch(data)))
-        else:
-            total = torch.zeros(1, dtype=torch.float64)
-            for _ in range(SIZES[heads][mesh.dp]):
-                loss = loss_in(engine(**next(data)))
-                engine.backward(loss)
-                engine.step()
-                total += loss.detach()
-            losses.append(float(engine.group.gather_all(total).mean() / SIZES[heads][mesh.dp]))
+        loss = batch_loss(engine, SIZES[heads][mesh.dp], lambda: loss_in(engine(**next(data))), data, engine.group)
+        losses.append(loss)
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
     return losses, norms, grads

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from deepc.parallel.expert import MoE, is_moe_param
 from deepc.plan.mesh import AXES, Mesh
+from plainly import batch_loss, first_gradients
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -175,32 +176,14 @@ def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, ste
         },
     )
     assert all(getattr(engine.mesh, axis) == n for axis, n in sizes.items())
-    away, grads, update = engine.elsewhere(), {}, engine.optimizer.update
-
-    def seen(scale):
-        if not grads:
-            for name, p in engine.module.named_parameters():
-                if id(p) not in away:
-                    grads[name_among_all(name, engine.module)] = engine.full_grad(p).float().clone()
-        update(scale)
-
-    engine.optimizer.update = seen
+    grads = first_gradients(engine, lambda name: name_among_all(name, engine.module))
     for _ in range(skip * MICRO // mesh.dp):
         next(data)
     if skip:
         assert engine.load_checkpoint(folder)[0] and engine.global_steps == skip
     losses, norms = [], []
     for _ in range(steps):
-        if mesh.pp > 1:
-            losses.append(float(engine.train_batch(data)))
-        else:
-            total = torch.zeros(1, dtype=torch.float64)
-            for _ in range(MICRO // mesh.dp):
-                loss = engine(*next(data))
-                engine.backward(loss)
-                engine.step()
-                total += loss.detach() / (MICRO // mesh.dp)
-            losses.append(float(engine.everyone.gather_all(total).mean()))
+        losses.append(batch_loss(engine, MICRO // mesh.dp, lambda: engine(*next(data)), data, engine.everyone))
         norms.append(engine.get_global_grad_norm())
     if folder and not skip:
         engine.save_checkpoint(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plainly import batch_loss, first_gradients
 from ranks import run_ranks as _run_ranks
 from tiny import make_batch, make_model
 
@@ -186,29 +187,9 @@ def train(rank, world, family, mesh, config, options=None):
             **config,
         },
     )
-    away = engine.elsewhere()
-    grads, update = {}, engine.optimizer.update
-
-    def seen(scale):
-        if not grads:
-            for name, p in engine.module.named_parameters():
-                if id(p) not in away:
-                    grads[name] = engine.full_grad(p).float().clone()
-        update(scale)
-
-    engine.optimizer.update = seen
-    losses = []
+    grads, losses = first_gradients(engine), []
     for _ in range(STEPS):
-        if mesh.pp > 1:
-            losses.append(float(engine.train_batch(data)))
-            continue
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(MICRO):
-            loss = engine(**next(data)).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        losses.append(float(engine.group.gather_all(total.view(1)).mean() / MICRO))
+        losses.append(batch_loss(engine, MICRO, lambda: engine(**next(data)).loss, data, engine.group))
     norm = engine.get_global_grad_norm()
     engine.destroy()
     return losses, grads, norm

@@ -122,7 +122,7 @@ class PipelineEngine(Engine):
             self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
         try:
             with self._told_to_all():
-                self.recomputation.begin_batch(self._stages.in_flight(len(batches)))
+                self.recomputation.begin_batch(lambda: self._stages.in_flight(len(batches)))
                 losses = self._stages.train(self, batches, self._indices)
         except BaseException:
             self._copied.clear()
@@ -285,11 +285,11 @@ class PipelineEngine(Engine):
     # ---- what a batch asks of the engine (parallel/pipeline/runtime.py) ----------------------------------------------
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
         first, last = stage == 0, stage == self._stages.count - 1
-        self.events.begin("forward", self.part.inputs(batch) if first else ((), {}))
+        read: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}) if batch is None else self.part.inputs(batch)
+        self.events.begin("forward", read if first else ((), {}))
         out = None
         try:
-            given = (received, self.part.inputs(batch) if batch is not None else ())
-            with self.activations.around(), self.recomputation.around(given, stage):
+            with self.activations.around(), self.recomputation.around((received, read), stage):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)
         finally:

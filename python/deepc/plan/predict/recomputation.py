@@ -12,7 +12,7 @@ import heapq
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Recomputation:
         self._plans: dict[tuple[int, _Shapes], _Plan] = {}
         self._in_flight = 1
         self._ends: int | None = None  # bytes that a forward in flight leaves at most; None: equal parts of the budget
+        self._unsettled = False  # some plan was made while others were in flight, not together with them
         self._now: _Measured | Choice | None = None  # of the forward that runs
         self._count = 0
         if budget is None:
@@ -108,21 +109,21 @@ class Recomputation:
         return function(*args)
 
     # ---- around a forward --------------------------------------------------------------------------------------------
-    def begin_batch(self, in_flight: int) -> None:
-        """Of a pipeline: up to `in_flight` forwards of this rank wait for their backwards at a time. What has been
-        measured is chosen anew, for all of them together. ConfigError where the budget is less than that needs."""
-        if self.budget is None or (in_flight == self._in_flight and not any(p.early for p in self._plans.values())):
+    def begin_batch(self, in_flight: Callable[[], int]) -> None:
+        """Of a pipeline: up to `in_flight()` forwards of this rank wait for their backwards at a time (asked with a
+        budget only). What has been measured is chosen anew, for all of them together. ConfigError where the budget is
+        less than that needs."""
+        if self.budget is None or ((now := in_flight()) == self._in_flight and not self._unsettled):
             return
-        self._in_flight, self._ends = in_flight, None
+        self._in_flight, self._ends, self._unsettled = now, None, bool(self._plans)
         if not self._plans:
             return
-        forwards = [(p.calls, p.outside) for p in self._plans.values()]
-        found = recompute.choose_together(forwards, self.budget, in_flight, self.rates())
+        forwards = [plan.forward for plan in self._plans.values()]
+        found = recompute.choose_together(forwards, self.budget, now, self.rates())
         if found is None:
-            raise self._too_small(recompute.least_together(forwards, in_flight))
-        self._ends, choices = found
-        for (key, plan), choice in zip(list(self._plans.items()), choices, strict=True):
-            self._plans[key] = _Plan(plan.calls, plan.outside, choice)
+            raise self._too_small(recompute.least_together(forwards, now))
+        (self._ends, choices), self._unsettled = found, False
+        self._plans = {k: p._replace(choice=c) for (k, p), c in zip(self._plans.items(), choices, strict=True)}
         self._say()
 
     @private.uncompiled
@@ -156,16 +157,17 @@ class Recomputation:
 
     def _choose(self, measured: _Measured, stage: int, shapes: _Shapes, budget: int) -> None:
         calls, outside = self.agreed(*measured.finish())
-        bounds = recompute.bounds_of(budget, self._in_flight, self._ends)
-        found = recompute.choose(calls, outside, bounds.most, self.rates(), bounds.ends)
-        early = self._in_flight > 1
+        ends = budget // self._in_flight if self._ends is None else self._ends
+        most = recompute.beside(budget, self._in_flight, ends)
+        found = recompute.choose(calls, outside, most, self.rates(), ends)
         if found is None:
             needed = recompute.least_together([(calls, outside)], self._in_flight)
             if needed > budget:
                 raise self._too_small(needed, f" ({outside} of them outside of the {len(calls)} calls of blocks)")
             found = recompute.all_again(calls, outside)  # until the next batch, when all are chosen together
-        self._plans[stage, shapes] = _Plan(calls, outside, found, early)
-        if not early:
+        self._plans[stage, shapes] = _Plan((calls, outside), found)
+        self._unsettled = self._in_flight > 1
+        if not self._unsettled:
             self._say()
 
     def _too_small(self, needed: int, of: str = "") -> ConfigError:
@@ -199,21 +201,16 @@ class Recomputation:
         if not largest:
             return {}
         plans = [self._plans[key] for key in largest.items()]
-
-        def together(ways: Callable[[_Plan], Sequence[bool]], moved: Callable[[_Plan], Sequence[bool]]) -> int:
-            ends = max(recompute.held(p.calls, p.outside, ways(p), moved(p)) for p in plans)
-            most = max(recompute.peak(p.calls, p.outside, ways(p), moved(p)) for p in plans)
-            return (self._in_flight - 1) * ends + most
-
+        forwards, choices, n = [p.forward for p in plans], [p.choice for p in plans], self._in_flight
         return {
-            "calls": sum(len(p.calls) for p in plans),
-            "recomputed": sum(sum(p.choice.recomputed) for p in plans),
-            "on_disk": sum(sum(p.choice.moved) for p in plans),
-            "in_flight": self._in_flight,
-            "peak_bytes": together(lambda p: p.choice.recomputed, lambda p: p.choice.moved),
-            "least_bytes": together(lambda p: [True] * len(p.calls), lambda p: ()),
-            "whole_bytes": together(lambda p: [False] * len(p.calls), lambda p: ()),
-            "seconds": sum(p.choice.seconds for p in plans),
+            "calls": sum(len(calls) for calls, _ in forwards),
+            "recomputed": sum(sum(c.recomputed) for c in choices),
+            "on_disk": sum(sum(c.moved) for c in choices),
+            "in_flight": n,
+            "peak_bytes": recompute.peak_together(forwards, [(c.recomputed, c.moved) for c in choices], n),
+            "least_bytes": recompute.least_together(forwards, n),
+            "whole_bytes": recompute.peak_together(forwards, [([False] * len(calls), ()) for calls, _ in forwards], n),
+            "seconds": sum(c.seconds for c in choices),
         }
 
     def close(self) -> None:
@@ -238,12 +235,10 @@ class Recomputation:
 
 
 class _Plan(NamedTuple):
-    """Of a forward. early: chosen while others were in flight, not together with them."""
+    """Of a forward: (calls, bytes outside of them), and what is done."""
 
-    calls: list[Call]
-    outside: int
+    forward: tuple[list[Call], int]
     choice: Choice
-    early: bool = False
 
 
 class _Measured:

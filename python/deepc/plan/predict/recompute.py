@@ -113,19 +113,21 @@ def all_again(calls: Sequence[Call], outside: int) -> Choice:
     return Choice(again, peak(calls, outside, again), cost(calls, again))
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Of one forward and its backward. most: bytes held at any time; ends: at the forward's end."""
-
-    most: int
-    ends: int
+def beside(budget: int, in_flight: int, ends: int) -> int:
+    """What of `budget` bytes one forward and its backward may hold at most, where up to `in_flight` forwards wait for
+    their backwards, itself among them, and each has `ends` bytes left at its end."""
+    return budget - (in_flight - 1) * ends
 
 
-def bounds_of(budget: int, in_flight: int, ends: int | None = None) -> Bounds:
-    """What each of so many forwards may hold whose backwards come later, so that all keep to `budget` bytes: what all
-    the others hold at their ends and what one holds at most. ends: the former; None: equal parts of the budget."""
-    ends = budget // in_flight if ends is None else ends
-    return Bounds(budget - (in_flight - 1) * ends, ends)
+def peak_together(
+    forwards: Sequence[tuple[Sequence[Call], int]],
+    ways: Sequence[tuple[Sequence[bool], Sequence[bool]]],
+    in_flight: int,
+) -> int:
+    """Bytes that up to `in_flight` of `forwards` (any of them; (calls, outside)) hold at most: one at its peak, the
+    others at their ends. ways: (recomputed, moved) of each."""
+    ends = max(held(*forward, *way) for forward, way in zip(forwards, ways, strict=True))
+    return (in_flight - 1) * ends + max(peak(*forward, *way) for forward, way in zip(forwards, ways, strict=True))
 
 
 def choose_together(
@@ -134,25 +136,22 @@ def choose_together(
     """(bytes that a forward holds at its end at most, the choice for each of `forwards`), where up to `in_flight` of
     them, any of them, have run and wait for their backwards; None if the budget is too small. forwards: (calls,
     outside). They cost the least time together, of 1 + TRIED bounds between the least and equal parts."""
-    least_end = max((held(calls, outside, [True] * len(calls)) for calls, outside in forwards), default=0)
-    found: tuple[float, int, list[Choice]] | None = None
+    least_end = max(held(calls, outside, [True] * len(calls)) for calls, outside in forwards)
+    best: tuple[float, int, list[Choice]] | None = None
     for k in range(TRIED + 1):
         ends = least_end + (budget // in_flight - least_end) * k // TRIED
-        bounds = bounds_of(budget, in_flight, ends)
-        choices = [choose(calls, outside, bounds.most, rates, ends) for calls, outside in forwards]
-        if ends < least_end or any(c is None for c in choices):
-            continue
-        whole = [c for c in choices if c is not None]
-        seconds = sum(c.seconds for c in whole)
-        if found is None or seconds < found[0]:
-            found = seconds, ends, whole
-    return None if found is None else found[1:]
+        most = beside(budget, in_flight, ends)
+        found = [choose(calls, outside, most, rates, ends) for calls, outside in forwards]
+        choices = [c for c in found if c is not None]
+        seconds = sum(c.seconds for c in choices)
+        if len(choices) == len(forwards) and (best is None or seconds < best[0]):
+            best = seconds, ends, choices
+    return None if best is None else best[1:]
 
 
 def least_together(forwards: Sequence[tuple[Sequence[Call], int]], in_flight: int) -> int:
     """The smallest budget of choose_together."""
-    ends = max((held(calls, outside, [True] * len(calls)) for calls, outside in forwards), default=0)
-    return (in_flight - 1) * ends + max((least(calls, outside) for calls, outside in forwards), default=0)
+    return peak_together(forwards, [([True] * len(calls), ()) for calls, _ in forwards], in_flight)
 
 
 def choose(
