@@ -300,19 +300,23 @@ def test_an_agent_reports_exit_codes_and_output(talk, tmp_path):
 
 
 def test_an_agent_that_hears_nothing_ends_its_ranks(talk, tmp_path):
-    talk.start(tmp_path, "import os, time; print(os.getpid()); time.sleep(1000)", lost_after_s=0.5)
-    pid = int(talk.next("out")[1])
-    for _ in range(3):  # pings keep it alive
-        time.sleep(0.3)
+    talk.start(tmp_path, "import os, time; print(os.getpid()); time.sleep(1000)", lost_after_s=1000)
+    pid = int(talk.next("out")[1])  # however long it takes to start
+    talk.send("resume", lost_after_s=2)
+    for _ in range(12):  # pings keep it alive
+        time.sleep(0.2)
         talk.send("ping")
         assert Path(f"/proc/{pid}").exists()
     assert talk.process.wait(30) == 0 and not Path(f"/proc/{pid}").exists()
 
 
 def test_a_suspended_launcher_is_not_a_lost_one(talk, tmp_path):
-    talk.start(tmp_path, "import os, time; print(os.getpid()); time.sleep(1000)", lost_after_s=0.5)
-    pid = int(talk.next("out")[1])
-    talk.send("pause")
+    talk.start(tmp_path, "import os, time; print(os.getpid()); time.sleep(1000)", lost_after_s=1000)
+    pid = int(talk.next("out")[1])  # however long it takes to start
+    talk.process.stdin.write(
+        frames.encode("resume", lost_after_s=0.5) + frames.encode("pause")
+    )  # it hears both at once
+    talk.process.stdin.flush()
     time.sleep(1.0)
     assert Path(f"/proc/{pid}").exists()
     talk.send("resume", lost_after_s=0.5)
