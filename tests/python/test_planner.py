@@ -148,9 +148,9 @@ def test_the_search_is_exact_and_quick_on_random_clusters(seeds):
     fitted = 0
     for seed in seeds:
         case = random_case(random.Random(seed))
-        begin = time.perf_counter()
+        begin = time.process_time()  # what other programs take is not the search's
         found = search(case)
-        took = time.perf_counter() - begin
+        took = time.process_time() - begin
         every = search(case, Space(exhaustive=True), keep=1)
         assert bool(found.best) == bool(every.best), seed
         assert found.visited <= every.visited
