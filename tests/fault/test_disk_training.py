@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import tiny
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_nodes, run_ranks
 
 SHORT, ODD, NOTHING, TORN, LOST, FLIPPED = -1, -2, -3, -4, -5, -6  # of disk_fault.c
 FAULTS = {
@@ -267,8 +267,13 @@ def one_case(training, folder, rank, world, at, n, fault, target="nvme"):
         lib.disk_fault_disarm()
 
 
-def storm(rank, world, training, folder, cases, seed, target="nvme"):
+def storm(rank, world, training, folder, cases, seed, target="nvme", nodes=1):
     """`cases` cases, spread evenly over the calls of a training and over FAULTS. Returns a count of what was seen."""
+    with on_nodes(rank, world, nodes):
+        return _storm(rank, world, training, folder, cases, seed, target)
+
+
+def _storm(rank, world, training, folder, cases, seed, target):
     trainer = Trainer(training, "", rank, world, os.path.join(folder, "memory"), disk=False)
     wanted = trainer.run(STEPS, save_each=FOREVER)
     losses = trainer.losses
@@ -321,14 +326,26 @@ def in_memory():
         yield os.path.realpath(folder)
 
 
-def run_storm(faulty, ring, world, training, cases, target):
+def run_storm(faulty, ring, world, training, cases, target, nodes=1):
     env = {"LD_PRELOAD": faulty, "DEEPC_RING": ring, "DEEPC_LOG_LEVEL": "ERROR"}
     with in_memory() as folder:
         for name in ("nvme", "checkpoints"):
             os.mkdir(os.path.join(folder, name))
-        args = (training, folder, cases, 7, target)
+        args = (training, folder, cases, 7, target, nodes)
         seen = run_ranks(storm, world, args=args, env=env, limit_s=60 + 30 * cases)[-1]
-    print(json.dumps({"training": training, "ring": ring, "ranks": world, "target": target, "cases": cases, **seen}))
+    print(
+        json.dumps(
+            {
+                "training": training,
+                "ring": ring,
+                "ranks": world,
+                "nodes": nodes,
+                "target": target,
+                "cases": cases,
+                **seen,
+            }
+        )
+    )
     assert sum(n for k, n in seen.items() if k.endswith(": told")) >= cases // 4, seen
 
 
@@ -500,6 +517,23 @@ def cases_of(cases):
 )
 def test_every_call_of_the_disk_fails_once(faulty, training, ring, world, target, cases):
     run_storm(faulty, ring, world, training, cases if cases == 9 else cases_of(cases), target)
+
+
+@pytest.mark.parametrize(
+    "training, world, cases",
+    [
+        ("states", 2, 90),
+        ("all", 2, 90),
+        ("all", 4, 90),
+        ("all, fp32, accumulation", 2, 90),
+        ("Muon, all", 2, 90),
+    ],
+)
+@pytest.mark.full
+def test_the_disk_of_one_node_fails(faulty, training, world, cases):
+    """Two nodes (simulated: shared memory in each, Gloo across), each with its files: what the last rank's disk does
+    reaches the ranks of the other node as it does on one."""
+    run_storm(faulty, "uring", world, training, cases_of(cases), "nvme", nodes=2)
 
 
 @pytest.mark.parametrize(
