@@ -58,6 +58,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
 TRAININGS = {
     "states": ("bf16", ("states",), ADAMW, {}),
     "all": ("bf16", ("states", "parameters"), ADAMW, {}),
+    "all, deeper": ("bf16", ("states", "parameters"), ADAMW, {}),
     "all, fp32, accumulation": ("fp32", ("states", "parameters"), ADAMW, {"gradient_accumulation_steps": 2}),
     "parameters": ("fp32", ("parameters",), ADAMW, {}),
     "int8 states": ("bf16", ("states",), {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}, {}),
@@ -95,7 +96,8 @@ def config(training, folder, disk=True):
 # More cells of states than memory has (32), so that they are read back: of 100 elements, or of blocks of 4,096 where
 # the step or what lies beside them wants these. More activations than are on their way at a time.
 SMALL, LARGE, DEEP = {"width": 16}, {"width": 96, "layers": 3}, {"width": 16, "layers": 8}
-MODELS = {"states": SMALL, "Muon": SMALL, "parameters": SMALL, "activations": DEEP}
+DEEPER = {"width": 96, "layers": 6}  # of which each of four ranks has as many
+MODELS = {"states": SMALL, "Muon": SMALL, "parameters": SMALL, "activations": DEEP, "all, deeper": DEEPER}
 
 
 def make_engine(training, cfg):
@@ -524,7 +526,7 @@ def test_every_call_of_the_disk_fails_once(faulty, training, ring, world, target
     [
         ("states", 2, 90),
         ("all", 2, 90),
-        ("all", 4, 90),
+        ("all, deeper", 4, 90),
         ("all, fp32, accumulation", 2, 90),
         ("Muon, all", 2, 90),
     ],
