@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
-from common import Limit, gpt2_shapes, numel, report, require_deepc, rounds, skip
+from common import Limit, fastest, gpt2_shapes, numel, report, require_deepc, rounds, skip
 
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CASES = {
@@ -91,10 +93,10 @@ class Flat:
         step.keep = self
         return step
 
-    def limit(self, walk: Limit, pieces: bool = True):
+    def limits(self, walk: Limit) -> dict[str, Callable[[], None]]:
         p, g, m, v = (x.data_ptr() for x in (self.p, self.g, self.m, self.v))
         low = self.low.data_ptr() if self.low is not None else None
-        return lambda: walk(p, g, m, v, self.total, low, pieces=pieces)
+        return {way: partial(walk, p, g, m, v, self.total, low, way) for way in Limit.WAYS}
 
 
 def on_flat(optimizer, params, flat: Flat):
@@ -160,16 +162,11 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
     from deepc.core.lib import C
 
     try:
-        walk = Limit(C)
-        contenders["limit (4 reads, 3 writes)"] = flat.limit(walk)
-        contenders["limit, one stretch a thread"] = flat.limit(walk, pieces=False)
+        contenders |= flat.limits(Limit(C))
     except FileNotFoundError as exc:
         skip("adamw", f"limit, {figure}", str(exc))
     times = rounds(contenders, count)
-    limits = [n for n in times if n.startswith("limit")]
-    best = None
-    if limits:
-        best = min(limits, key=lambda n: sorted(times[n])[len(times[n]) // 2])
+    best = fastest(times, "limit")
     elements = sum(numel(s) for s in shapes)
     as_comes, on_same = ["torch fused, as it comes", "DeepSpeed, as it comes"], ["torch fused, huge", "DeepSpeed, huge"]
     report(

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
@@ -51,7 +52,7 @@ def row(
     **more,
 ) -> dict:
     """The JSON line of `emit`, not printed."""
-    quartiles = statistics.quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0]] * 2
+    low, high = quartiles(values)
     return {
         "bench": bench,
         "figure": figure,
@@ -59,8 +60,8 @@ def row(
         "unit": unit,
         "median": _short(statistics.median(values)),
         "min": _short(min(values)),
-        "q1": _short(quartiles[0]),
-        "q3": _short(quartiles[1]),
+        "q1": _short(low),
+        "q3": _short(high),
         "max": _short(max(values)),
         "n": len(values),
         "ratio": None if ratio is None else float(f"{ratio:.4g}"),
@@ -69,8 +70,26 @@ def row(
     }
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third."""
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 def _short(x: float) -> float:
     return float(f"{x:.5g}")
+
+
+def number(x: float) -> str:
+    """As the tables show it."""
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
+def value(r: Mapping[str, Any]) -> str:
+    """A row's median, with the quartiles where it has more than one value."""
+    return number(r["median"]) + (f" ({number(r['q1'])} to {number(r['q3'])})" if r["n"] > 1 else "")
 
 
 def skip(bench: str, what: str, why: str) -> None:
@@ -81,6 +100,12 @@ def skip(bench: str, what: str, why: str) -> None:
 def paired(of: Sequence[float], over: Sequence[float]) -> float:
     """Median of the rounds' ratios of / over."""
     return statistics.median(a / b for a, b in zip(of, over))
+
+
+def paired_row(of: Sequence[float], over: Sequence[float]) -> dict[str, float]:
+    """The same as fields of a row, with the quartiles of the rounds' ratios."""
+    low, high = quartiles([a / b for a, b in zip(of, over)])
+    return {"ratio": paired(of, over), "ratio_q1": float(f"{low:.4g}"), "ratio_q3": float(f"{high:.4g}")}
 
 
 def best_of(times: Mapping[str, Sequence[float]], names: Iterable[str]) -> list[float]:
@@ -120,6 +145,11 @@ def report(
                 )
         if limit is not None:
             emit(bench, figure, mine, unit, times[mine], ratio=paired(times[limit], times[mine]), peer=limit, **more)
+
+
+def fastest(times: Mapping[str, Sequence[float]], prefix: str) -> str | None:
+    """Of the contenders whose names begin so, the one with the smallest median."""
+    return min((n for n in times if n.startswith(prefix)), key=lambda n: statistics.median(times[n]), default=None)
 
 
 def rounds(
@@ -241,8 +271,16 @@ def compiled(source: str, output: str, *flags: str) -> Path | None:
 
 
 class Limit:
-    """The machine's limit for AdamW's traffic: 4 reads and 3 writes in place per element and one addition each, on the
-    threads and in the pieces that dc_adamw uses, and also with one piece per thread; the faster way counts."""
+    """The machine's limit for AdamW's traffic: 4 reads and 3 writes in place per element and one addition each, in
+    several WAYS, of which the fastest counts: on the threads and in the pieces that dc_adamw uses or one piece per
+    thread, as the compiler makes the loop or with all arrays fetched ahead, as hand-written kernels do."""
+
+    WAYS = {  # (in pieces, bytes ahead)
+        "limit (4 reads, 3 writes)": (True, 0),
+        "limit, one stretch a thread": (False, 0),
+        "limit, fetched 2 KiB ahead": (True, 2048),
+        "limit, fetched 128 B ahead": (True, 128),
+    }
 
     def __init__(self, core: ctypes.CDLL) -> None:
         """core: libdeepc.so (its thread pool runs the loop)."""
@@ -250,16 +288,16 @@ class Limit:
         if path is None:
             raise FileNotFoundError("no C compiler: the machine's limit is not measured")
         self._lib = ctypes.CDLL(str(path))
-        self._lib.bench_limit.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 2
+        self._lib.bench_limit.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 3
         self._pool = ctypes.cast(core.dc_parallel_for, ctypes.c_void_p)
         self._threads = core.dc_num_threads
 
-    def __call__(self, p: int, g: int, m: int, v: int, n: int, low: int | None = None, *, pieces: bool = True) -> None:
-        """Walks n fp32 elements at these addresses (low: 2 bytes each, written only). pieces: as dc_adamw cuts, else
-        one stretch per thread."""
+    def __call__(self, p: int, g: int, m: int, v: int, n: int, low: int | None, way: str) -> None:
+        """Walks n fp32 elements at these addresses (low: 2 bytes each, written only), in one of WAYS."""
+        pieces, ahead = self.WAYS[way]
         threads = self._threads()
         grain = 8 * 4096 if pieces else -(-n // (threads * 4096)) * 4096
-        self._lib.bench_limit(self._pool, p, g, m, v, low, n, grain)
+        self._lib.bench_limit(self._pool, p, g, m, v, low, n, grain, ahead)
 
 
 def require_deepc():

@@ -6,7 +6,8 @@ and deepc takes them away for its own; so each peer is measured as it comes and 
     +huge      torch's own switch for huge pages (THP_MEM_ALLOC_ENABLE=1)
     +glibc     tunables of the C library: huge pages, no mmap for large blocks, nothing trimmed
     +tcmalloc  tcmalloc in place of malloc (apt-get install libtcmalloc-minimal4)
-    +keep      deepc.memory.keep_heap() in a program that uses nothing else of deepc's"""
+    +keep      deepc.memory.keep_heap() in a program that uses nothing else of deepc's
+    +best      whichever of glibc, tcmalloc and keep a short screening finds the fastest for this peer"""
 
 from __future__ import annotations
 
@@ -50,15 +51,19 @@ BASES = {
     **{f"deepc-{s}-cpu": f"deepc ZeRO-{s}, optimizer offloaded to the CPU" for s in (2, 3)},
     "deepc-3-nvme": "deepc ZeRO-3, optimizer states on disk",
 }
+ALSO_BF16 = {"ddp": ("ddp", "ddp-bf16-weights")}  # a peer's forms in bf16 of which +best is the fastest
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-2-cpu", "deepc-3-cpu", "deepc-3-nvme")  # compared with each peer
-TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+_PLACES = [f"/usr/lib{place}/libtcmalloc_minimal.so.4" for place in (f"/{os.uname().machine}-linux-gnu", "64", "")]
+TCMALLOC = next(filter(os.path.exists, _PLACES), _PLACES[0])
 ALLOCATORS = {
     "huge": "huge pages",
     "glibc": "glibc's tunables",
     "tcmalloc": "tcmalloc",
     "keep": "keep_heap()",
 }
+BEST = "best"
+SCREENED = ("glibc", "tcmalloc", "keep")  # of which it is the fastest
 ENVIRONMENT = {
     "huge": {"THP_MEM_ALLOC_ENABLE": "1"},
     "glibc": {
@@ -76,11 +81,17 @@ class Contender(NamedTuple):
     def parse(cls, text: str) -> Contender:
         """ValueError for what is none."""
         base, _, allocator = text.partition("+")
-        if base not in BASES or (allocator and (allocator not in ALLOCATORS or base.startswith("deepc"))):
+        if base not in BASES or (allocator and (allocator not in (*ALLOCATORS, BEST) or base.startswith("deepc"))):
             raise ValueError(
-                f"{text!r}: expected one of {', '.join(BASES)}; all but deepc-* may have +{', +'.join(ALLOCATORS)}"
+                f"{text!r}: expected one of {', '.join(BASES)};"
+                f" all but deepc-* may have +{', +'.join(ALLOCATORS)}, +{BEST}"
             )
         return cls(base, allocator)
+
+    def forms(self, precision: str) -> list[Contender]:
+        """What BASE+best is chosen among."""
+        bases = ALSO_BF16.get(self.base, (self.base,)) if precision == "bf16" else (self.base,)
+        return [Contender(base, allocator) for base in bases for allocator in SCREENED]
 
     def __str__(self) -> str:
         return self.base + ("+" + self.allocator if self.allocator else "")
@@ -99,6 +110,11 @@ class Contender(NamedTuple):
         return self.base.startswith("deepc")
 
     @property
+    def fused(self) -> bool:
+        """Its model went through deepc.fuse."""
+        return self.base.endswith("-fused")
+
+    @property
     def peer(self) -> bool:
         """Does the same work as deepc: trains one model on all ranks."""
         return not self.mine and self.base not in SINGLE + INDEPENDENT
@@ -109,6 +125,12 @@ class Contender(NamedTuple):
     def environment(self) -> dict[str, str]:
         more = {"DEEPC_KEEP_HEAP": "0"} if self.base == "deepc-3-returned" else {}
         return ENVIRONMENT.get(self.allocator, {}) | more
+
+    def program_environment(self) -> dict[str, str]:
+        """What of it a program has to start with where torch is imported first: `import deepc` sets torch's switch for
+        huge pages, which torch looks at once."""
+        deepc = "deepc" in self.base or self.fused or self.allocator == "keep"
+        return ({"THP_MEM_ALLOC_ENABLE": "1"} if deepc else {}) | self.environment()
 
     def missing(self) -> str:
         """ "" or why it can't run here."""

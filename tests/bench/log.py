@@ -1,11 +1,15 @@
-"""What the log line costs: the meter alone, and training steps with and without it, in turn, on 2 ranks of 1 thread.
+"""What the log line costs: CPU time of training steps with and without it, in turn, on 2 ranks of 1 thread.
 
     python tests/bench/log.py [--models tiny 25M] [--rounds 7]
 
 Three contenders in one process: "off" (calls that do nothing in the meter's place; the message of the gradient norm
-keeps its length), "line" (the default: lines by time, no files) and "files" (metrics.jsonl as well). A difference of
-steps is smaller than a machine's noise, so the share that counts is the meter's own time, called without a model, over
-the step's."""
+keeps its length), "line" (the default: lines by time, no files) and "files" (metrics.jsonl as well).
+
+"CPU time": of the whole process per step, user and system, so that the drawing of lines, the building of rows and the
+thread that writes count, and waiting and other programs' time do not. "more than off": the medians of the rounds' own
+differences to "off", and the share of a step that they are, with quartiles: where these lie on both sides of 0, the
+cost is below what the machine lets one see. "calls": the meter's own calls around nothing, which have no noise and
+leave the drawing and the writer out."""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ import sys
 import tempfile
 import time
 
-from common import emit, paired, require_deepc
+from common import emit, paired, quartiles, require_deepc
 from train import MODELS, engine_config, make_model
 
-STEPS = {"tiny": 60, "25M": 3}
+STEPS = {"tiny": 200, "25M": 4}
 TOKENS = {"tiny": 32, "25M": 256}
 
 
@@ -84,29 +88,44 @@ def measure(model: str, rounds: int, folder: str) -> None:
     x = torch.randint(0, MODELS[model]["vocab_size"], (2, TOKENS[model]), generator=generator)
     batch = {"input_ids": x, "labels": x}
 
-    def burst(steps: int) -> float:
-        began = time.perf_counter()
+    def burst(steps: int) -> tuple[float, float]:
+        """Milliseconds a step: by the clock, and of this process' CPU time."""
+        began, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
             engine.backward(engine(**batch).loss)
             engine.step()
-        return 1e3 * (time.perf_counter() - began) / steps
+        return tuple(1e3 * took / steps for took in (time.perf_counter() - began, time.process_time() - used))
 
     times: dict[str, list[float]] = {n: [] for n in contenders}
+    used: dict[str, list[float]] = {n: [] for n in contenders}
     own: dict[str, list[float]] = {n: [] for n in contenders}
     for r in range(-1, rounds):
         for name, meter in contenders.items():
             put_in(engine, meter)
             burst(1)
-            took = burst(STEPS[model])
+            took, cpu = burst(STEPS[model])
             cost = alone(meter, engine, batch)
             if r >= 0:
                 times[name].append(took)
+                used[name].append(cpu)
                 own[name].append(cost)
     if engine.global_rank == 0:
         step = statistics.median(times["off"])
         for name in contenders:
             ratio = None if name == "off" else paired(times["off"], times[name])
             emit("log", f"step of {model}", name, "ms", times[name], ratio=ratio, peer=None if name == "off" else "off")
+            emit("log", f"CPU time of a step of {model}", name, "ms", used[name])
+            if name != "off":
+                more = [1e3 * (on - off) for on, off in zip(used[name], used["off"])]
+                shares = [float(f"{x / 1e3 / statistics.median(used['off']):.2g}") for x in quartiles(more)]
+                emit(
+                    "log",
+                    f"CPU time of a step of {model}",
+                    f"{name}, more than off",
+                    "us",
+                    more,
+                    share_quartiles=shares,
+                )
             emit(
                 "log",
                 f"calls of one step of {model}",

@@ -25,11 +25,14 @@ from pathlib import Path
 
 import collectives
 import peers
-from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine
+import training
+from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine, number, value
 from contenders import ALLOCATORS
 
 BENCHES = ("ops", "adamw", "update", "sparse_attention", "collectives", "train")
+QUICK_S = 570  # of the quick form: training, which comes last, gets what the others leave of it
 LIMIT_S = 3600  # of one bench process: a hang ends
+SLOW, MOST = 0.95, 12  # a ratio below is a loss; so many of one form's are named
 
 
 def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]]]:
@@ -64,16 +67,11 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     rounds = "5" if quick else "9"
     adamw = [
         ("64M", 2, True),
-        ("64M", 1, False),
         ("GPT-2", 2, True),
-        *([] if quick else [("256M", 2, True), ("256M", 1, False), ("GPT-2", 1, False)]),
+        *([] if quick else [("64M", 1, False), ("256M", 2, True), ("256M", 1, False), ("GPT-2", 1, False)]),
     ]
-    # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer
-    # ones.
-    train = [
-        ["--precision", p, "--steps", "1" if quick else steps, "--rounds", "5" if quick else "9"]
-        for p, steps in (("fp32", "2"), ("bf16", "4"))
-    ]
+    # Full: bursts of about 2 s; bf16 steps are shorter.
+    train = [["--precision", p, "--steps", steps, "--rounds", "9"] for p, steps in (("fp32", "2"), ("bf16", "4"))]
     return {
         "adamw": [
             (t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])])
@@ -83,10 +81,12 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
         "sparse_attention": [
             (2, ["--quick"] if quick else ["--tokens", "1024", "4096", "16384", "--blocks", "16", "64", "--flex"])
         ],
-        "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "80"])]
+        "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "60"])]
         if quick
         else [(1, ["--ranks", str(n)]) for n in (2, 4)],
-        "train": [(1, a + ["--contenders", *c]) for a in train for c in (_few(a[1]) if quick else _batches(True))],
+        "train": [(1, _quick_train())]
+        if quick
+        else [(1, a + ["--contenders", *c]) for a in train for c in _batches(has_deepspeed)],
     }
 
 
@@ -94,10 +94,13 @@ LIMIT = ["independent+keep", "independent-autocast+keep"]
 MINE = ["deepc-3", "deepc-3-fused"]
 
 
-def _few(precision: str) -> list[list[str]]:
-    """The peers as they come and with deepc's heap: as many as fit into 24 GiB together."""
-    limit = LIMIT[-1 if precision == "bf16" else 0]
-    return [[limit, "ddp", "ddp+keep", "fsdp2-kept+keep", "deepspeed-3", "deepspeed-3+keep", *MINE]]
+def _quick_train() -> list[str]:
+    """Both precisions, each peer as it comes and at its best: in two groups, as many as fit into 24 GiB together. A
+    step each, since more rounds say more than longer bursts."""
+    first = [*LIMIT, "ddp", "ddp+best", "ddp-fused+keep", *MINE]
+    second = [f"{base}{form}" for base in ("fsdp2", "fsdp2-kept", "deepspeed-3") for form in ("", "+best")]
+    short = ["--steps", "1", "--rounds", "5", "--warmup", "0", "--sampled", "1", "--fork"]
+    return ["--precision", "fp32", "bf16", *short, "--contenders", *first, "--contenders", *second, *MINE]
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
@@ -200,7 +203,7 @@ def run_ops(mode: str) -> tuple[list[dict], int]:
 
 
 def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
-    rows, failures = [], []
+    rows, failures, began = [], [], time.monotonic()
     why = peers.deepspeed_ops()
     if why:
         print(json.dumps({"bench": "peers", "skipped": "DeepSpeed", "why": why}), flush=True)
@@ -209,13 +212,15 @@ def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
         if bench not in only:
             continue
         started = time.monotonic()
-        for threads, arguments in processes if processes is not None else [(0, [])]:
+        for index, (threads, arguments) in enumerate(processes if processes is not None else [(0, [])]):
+            if bench == "train" and mode == "quick":
+                arguments = [*arguments, "--budget", f"{max(1.0, QUICK_S - (time.monotonic() - began)):.0f}"]
             made, code = (
                 run_ops(mode)
                 if bench == "ops"
                 else stream([sys.executable, str(HERE / f"{bench}.py"), *arguments], threads)
             )
-            rows += made
+            rows += [{**r, "process": index} for r in made]
             if code:
                 failures.append(f"{bench} {' '.join(arguments)}: exit status {code}")
         print(f"bench: {bench} took {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
@@ -231,7 +236,9 @@ HEADS = {
     "adamw": (
         '"As it comes": parameters and gradients from torch.randn, states as each optimizer allocates them. "Huge": the'
         " same staggered huge-page memory for everyone. The engine steps on such memory. The limit is a loop of 4 reads"
-        " and 3 writes in place per element, on the engine's memory, in the same rounds."
+        " and 3 writes in place per element, on the engine's memory, in the same rounds: the fastest of several ways to"
+        ' write it. The process has imported deepc, which switches torch\'s huge pages on: "as it comes" is better for'
+        " peers here than in a program without deepc."
     ),
     "update": (
         "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the"
@@ -254,11 +261,18 @@ HEADS = {
     ),
     "train": (
         "A 25 M-parameter GPT-2 (320 wide, 7 layers, vocabulary 50257), micro-batch 2 x 256 tokens, AdamW, clipping at"
-        " 1.0, one thread and one core a rank. Everyone started from the same weights, and the losses after the same"
-        " steps agree. Memory: highest sum of the ranks' PSS. Page faults are a large part of a step on a CPU, so each"
-        " peer runs as it comes and with allocators that a user can give it (`keep_heap()` is deepc's own, for any"
-        ' program); deepc is compared with both forms, "best" being the fastest that ran. The limit: as many processes'
-        " as ranks at the same time, with the same allocator, that never talk."
+        " 1.0, one thread and one core a rank. Everyone started from the same weights."
+        " Page faults are a large part of a step on a CPU, and a user can take them away for any peer: so each runs"
+        " as it comes and with glibc's tunables"
+        " (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184`),"
+        " with tcmalloc in malloc's place (`LD_PRELOAD`), and with `deepc.memory.keep_heap()`, which is for any"
+        " program."
+        " The quick form takes of these the one whose third step was the shortest in a screening (the table behind the"
+        " others), in bf16 of autocast and bf16 weights for DDP; the full form has all. A table is a group that took"
+        " turns. The limit: as many processes as ranks at the same time, with `keep_heap()`, that never talk."
+        " × is deepc's speed over the row's, with the quartiles of the rounds' own ratios; of memory, the row's over"
+        " deepc's. PSS: highest sum over the ranks, polled in steps that nobody times; VmHWM: sum of the ranks' highest"
+        " resident sets as the kernel keeps them, set-up included, pages that are shared counted for each rank."
     ),
 }
 
@@ -288,26 +302,39 @@ def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
     for bench in BENCHES:
         mine = [r for r in rows if r["bench"] == bench and "skipped" not in r]
         if mine:
-            lines += (
-                [f"## {bench}", "", HEADS[bench], ""]
-                + {"ops": ops_table, "collectives": collectives_table}.get(bench, tables)(mine)
-                + [""]
-            )
+            lines += [f"## {bench}", "", HEADS[bench], ""] + TABLES.get(bench, tables)(mine) + [""]
+    lines += ["## Where it is slower", "", SLOWER, "", *slower(rows), ""]
     skipped = list(dict.fromkeys(f"- {r['bench']}: {r['skipped']} ({r['why']})" for r in rows if "skipped" in r))
     return "\n".join(lines + (["## Skipped", "", *skipped, ""] if skipped else []))
 
 
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+SLOWER = f"Ratios to peers below {SLOW}, the worst first, by the form of deepc that they are of; `ops` has no peers."
 
 
-def _value(r: dict) -> str:
-    return _number(r["median"]) + (f" ({_number(r['q1'])} to {_number(r['q3'])})" if r["n"] > 1 else "")
+def slower(rows: list[dict]) -> list[str]:
+    """A line per bench and form of deepc that loses somewhere."""
+    found: dict[tuple[str, str], dict[tuple[str, str], tuple[float, str]]] = {}
+    for r in rows:
+        peer = r.get("peer") or ""
+        # limits are no peers, nor is deepc itself: a density's ratio is to a part of its own dense time
+        own = peer.startswith("deepc") or peer.endswith("of deepc, dense")
+        if r.get("ratio") is None or r["bench"] == "ops" or peer.startswith(("limit", "ideal")) or own:
+            continue
+        key = f"{r['figure']}, {r['unit']}" if r["bench"] == "train" else r["figure"]
+        found.setdefault((r["bench"], r["what"]), {})[key, peer] = r["ratio"], peer
+    out = []
+    for (bench, what), ratios in found.items():
+        lost = sorted((ratio, figure, peer) for (figure, _), (ratio, peer) in ratios.items() if ratio < SLOW)
+        if lost:
+            some = "; ".join(f"{figure}: {ratio:.2f} to {peer}" for ratio, figure, peer in lost[:MOST])
+            more = f"; and {len(lost) - MOST} more" if len(lost) > MOST else ""
+            out.append(f"- {bench}, {what}: {len(lost)} of {len(ratios)} ratios. {some}{more}")
+    return out or ["- nowhere"]
 
 
 def ops_table(rows: list[dict]) -> list[str]:
     return ["| op | ms | GB/s | of the limit |", "|---|---|---|---|"] + [
-        f"| {r['figure']} | {_value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows
+        f"| {r['figure']} | {value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows
     ]
 
 
@@ -321,8 +348,8 @@ def collectives_table(rows: list[dict]) -> list[str]:
             r = here.get(what)
             cells += (
                 [
-                    _number(r["median"]),
-                    f"{r['ratio']:.2f} {r['peer']} {_number(here[r['peer']]['median'])}" if r["peer"] else "",
+                    number(r["median"]),
+                    f"{r['ratio']:.2f} {r['peer']} {number(here[r['peer']]['median'])}" if r["peer"] else "",
                 ]
                 if r
                 else ["", ""]
@@ -347,13 +374,16 @@ def tables(rows: list[dict]) -> list[str]:
         for what, median, low, high in dict.fromkeys((r["what"], r["median"], r["min"], r["max"]) for r in here):
             same = [r for r in here if (r["what"], r["median"], r["min"], r["max"]) == (what, median, low, high)]
             ratios = dict.fromkeys(f"{r['ratio']:.2f} {_of(r['peer'])}" for r in same if r["ratio"] is not None)
-            out.append(f"| {what} | {_value(same[0])} | {'; '.join(ratios)} |")
+            out.append(f"| {what} | {value(same[0])} | {'; '.join(ratios)} |")
         out.append("")
     return out
 
 
 def _of(peer: str) -> str:
     return f"of the {peer}" if peer.startswith(("limit", "ideal")) else f"to {peer}"
+
+
+TABLES = {"ops": ops_table, "collectives": collectives_table, "train": training.tables}
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

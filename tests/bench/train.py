@@ -6,7 +6,13 @@ processes that never talk. contenders.py says who they are, and under which allo
 Every contender is a pair of processes that stays alive; all take turns in bursts of a few steps, so that drift of the
 machine hits all alike. Rank r runs on core r. Memory is sampled in bursts that are not timed: the sum over the ranks of
 private and shared pages (PSS), where file pages (libraries) count once per pair however many other processes map
-them; "resident" is the sum of the ranks' highest resident sets (VmHWM), where shared pages count for each."""
+them. Beside it stands the sum of the ranks' highest resident sets (VmHWM): the kernel keeps it, so that no peak escapes
+it, initialize() included; pages that ranks share count for each of them, and file pages too.
+
+--contenders may come several times: each time a group that takes turns. `ddp+best` is DDP under the allocator that a
+short screening before finds the fastest for it. --budget says after how many seconds no round begins any more.
+Losses of deepc are compared with the peers' at the end of every burst, and the rows say how far the peers part from
+each other."""
 
 from __future__ import annotations
 
@@ -24,14 +30,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common import emit, paired, skip
-from contenders import BASES, INDEPENDENT, MICRO_BATCH, MINE, MODELS, ONLY_BF16, SINGLE, Contender, make_step
+from common import emit, paired_row, skip
+from contenders import BASES, BEST, INDEPENDENT, MICRO_BATCH, MINE, MODELS, ONLY_BF16, SINGLE, Contender, make_step
+from nursery import Nursery, serve
 from peers import drop_stale_locks, environment
+from training import LOSSES, PSS, RESIDENT, SCREENING, SPEED
 
 READY_S, BURST_S = 200.0, 300.0
+LEAST_ROUNDS = 3  # of a group, whatever the budget
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
@@ -80,7 +89,7 @@ class Rank:
             loss=float(loss),
             faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
             done=self.done,
-            resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            resident=status_mib("self", "VmHWM"),
             counters={k: after[k] - before[k] for k in after},
         )
 
@@ -125,7 +134,8 @@ class Pair:
         """Of a rank's program, besides --contender."""
         return ["--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
 
-    def __init__(self, contender: Any, args: argparse.Namespace) -> None:
+    def __init__(self, contender: Any, args: argparse.Namespace, nursery: Nursery | None = None) -> None:
+        """nursery: forks the ranks (only for train.py's own); else each is a program of its own."""
         self.contender, self.name, self.world = contender, str(contender), contender.ranks(args.ranks)
         self.log = tempfile.TemporaryFile("w+b")
         with socket.socket() as s:
@@ -146,10 +156,12 @@ class Pair:
                 "PYTHONWARNINGS": "ignore",
             }
             env |= contender.environment()
-            command = [sys.executable, self.program, "--contender", self.name, *self.options(args)]
+            command = ["--contender", self.name, *self.options(args)]
             self.ranks.append(
-                subprocess.Popen(
-                    command,
+                nursery.fork(contender.program_environment(), command, env, self.log, write)
+                if nursery
+                else subprocess.Popen(
+                    [sys.executable, self.program, *command],
                     env=env,
                     stdin=subprocess.PIPE,
                     stdout=self.log,
@@ -235,37 +247,78 @@ class Pair:
         self.log.close()
 
 
+def status_mib(pid: int | str, *keys: str) -> float:
+    """Sum of these fields of /proc/PID/status."""
+    with open(f"/proc/{pid}/status") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return sum(int(fields[key].split()[0]) for key in keys) / 1024
+
+
 def pss_mib(pid: int, world: int) -> float:
-    """PSS as it is when only the `world` ranks of this contender live on the machine: anonymous and shared memory as
-    the kernel counts them (nobody else maps them), and 1/world of the file pages, which all processes of the bench
-    share."""
-    fields: dict[str, int] = {}
+    """PSS as it is when only the `world` ranks of this contender live on the machine: anonymous memory whole (nobody
+    else maps it, or only the process that a rank was forked from, which an ordinary rank has not), shared memory as the
+    kernel divides it, and 1/world of the file pages, which all processes of the bench share."""
     try:
-        for path in ("smaps_rollup", "status"):
-            with open(f"/proc/{pid}/{path}") as f:
-                for line in f:
-                    key, _, value = line.partition(":")
-                    if key in ("Pss_Anon", "Pss_Shmem", "RssFile"):
-                        fields[key] = int(value.split()[0])
-    except (OSError, ValueError):
-        return 0.0
-    return (fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0) + fields.get("RssFile", 0) / world) / 1024
+        with open(f"/proc/{pid}/smaps_rollup") as f:
+            shared = sum(int(line.split()[1]) for line in f if line.startswith("Pss_Shmem:")) / 1024
+        return shared + status_mib(pid, "RssAnon") + status_mib(pid, "RssFile") / world
+    except (OSError, ValueError, KeyError):
+        return 0.0  # it ends
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------
 def measure(args: argparse.Namespace) -> None:
-    def title(contender: Contender) -> str:
-        return f"{contender.title(args.precision)}, {args.precision}"
+    began = time.monotonic()
+    with Nursery() if args.fork else contextlib.nullcontext() as nursery:
+        groups: list[tuple[argparse.Namespace, int, list[Contender], set[Contender]]] = []
+        for precision in args.precision:
+            own = argparse.Namespace(**{**vars(args), "precision": precision})
+            wanted = dict.fromkeys(c for group in args.contenders for c in group if c.allocator == BEST)
+            found = {c: screen(own, c, nursery) for c in wanted if precision == "bf16" or c.base not in ONLY_BF16}
+            for i, group in enumerate(args.contenders):
+                chosen = (found.get(c, c) for c in group if precision == "bf16" or c.base not in ONLY_BF16)
+                groups.append((own, i, [c for c in dict.fromkeys(chosen) if c], {c for c in found.values() if c}))
+        for done, (own, i, chosen, best) in enumerate(groups):
+            now = time.monotonic()
+            own.until = now + (began + args.budget - now) / (len(groups) - done) if args.budget else None
+            told = take_turns("train", Pair, chosen, lambda c: title_of(c, own.precision), own, nursery)
+            Told(own, *told, group=i, best=best).all()
 
-    chosen = [c for c in args.contenders if c.base not in ONLY_BF16 or args.precision == "bf16"]
-    Told(args, *take_turns("train", Pair, chosen, title, args)).all()
+
+def title_of(contender: Contender, precision: str) -> str:
+    return f"{contender.title(precision)}, {precision}"
+
+
+def screen(args: argparse.Namespace, wanted: Contender, nursery: Nursery | None) -> Contender | None:
+    """Which of its forms stands for BASE+best: the one whose third step is the shortest. None: none can run."""
+    short = argparse.Namespace(**{**vars(args), "warmup": 0, "sampled": 0, "rounds": 1, "steps": 1, "until": None})
+    forms = wanted.forms(args.precision)
+    bursts, _ = take_turns("train", Pair, forms, lambda c: title_of(c, args.precision), short, nursery)
+    if not bursts:
+        return None
+    seconds = {c: rounds[-1]["seconds"] for c, rounds in bursts.items()}
+    best = min(seconds, key=seconds.__getitem__)
+    for c, took in seconds.items():
+        what = c.title(args.precision)
+        emit("train", figure_of(args), what, SCREENING, [took], chosen=c == best, of=str(wanted))
+    return best
+
+
+def figure_of(args: argparse.Namespace) -> str:
+    return f"GPT-2 {args.model.replace('M', ' M')} {args.precision}, {args.ranks} ranks"
 
 
 def take_turns(
-    bench: str, kind: type[Pair], contenders: Sequence[Any], title: Callable[[Any], str], args: argparse.Namespace
+    bench: str,
+    kind: type[Pair],
+    contenders: Sequence[Any],
+    title: Callable[[Any], str],
+    args: argparse.Namespace,
+    nursery: Nursery | None = None,
 ) -> tuple[dict[Any, list[dict]], dict[Any, float]]:
     """(bursts of each contender, in the order of the rounds; MiB), of those that are there and start. args: also how
-    many steps to warm up (0: the sampling of memory does it) and to sample memory in."""
+    many steps to warm up (0: the sampling of memory does it, or one step) and to sample memory in (0: it is not), and,
+    where it is limited, until when rounds begin."""
     chosen = []
     for contender in contenders:
         if why := contender.missing():
@@ -276,7 +329,7 @@ def take_turns(
     drop_stale_locks()
     try:
         for contender in chosen:
-            pairs.append(kind(contender, args))
+            pairs.append(kind(contender, args, nursery))
         for p in list(pairs):
             try:
                 p.answers(READY_S)
@@ -288,13 +341,17 @@ def take_turns(
                 skip(bench, title(p.contender), f"did not start: {exc}")
                 p.end()
                 pairs.remove(p)
-        for p in pairs if args.warmup else ():
+        for p in pairs if args.warmup or not args.sampled else ():
             p.burst(args.warmup)
-        memory = {p.contender: p.peak_memory(args.sampled) for p in pairs}
+        memory = {p.contender: p.peak_memory(args.sampled) for p in pairs if args.sampled}
         bursts: dict[Any, list[dict]] = {p.contender: [] for p in pairs}
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
+            began = time.monotonic()
             for p in pairs:
                 bursts[p.contender].append(p.burst(args.steps))
+            now = time.monotonic()
+            if getattr(args, "until", None) and number + 1 >= LEAST_ROUNDS and now + (now - began) > args.until:
+                break
     finally:
         for p in pairs:
             p.dismiss()
@@ -304,13 +361,22 @@ def take_turns(
 
 
 class Told:
-    """The rows of one run. bursts: of each contender, in the order of the rounds; memory: MiB."""
+    """The rows of one group. bursts: of each contender, in the order of the rounds; memory: MiB; best: which of them a
+    screening chose."""
 
-    def __init__(self, args: argparse.Namespace, bursts: dict[Contender, list[dict]], memory: dict[Contender, float]):
-        self.args, self.bursts, self.memory = args, bursts, memory
-        self.figure = f"GPT-2 {args.model.replace('M', ' M')} {args.precision}, {args.ranks} ranks"
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        bursts: dict[Contender, list[dict]],
+        memory: dict[Contender, float],
+        group: int = 0,
+        best: Collection[Contender] = (),
+    ):
+        self.args, self.bursts, self.memory, self.group, self.best = args, bursts, memory, group, best
+        self.figure = figure_of(args)
         tokens = args.steps * MICRO_BATCH * args.tokens
         self.speed = {c: [tokens * c.ranks(args.ranks) / b["seconds"] for b in rounds] for c, rounds in bursts.items()}
+        self.resident = {c: rounds[-1]["resident"] for c, rounds in bursts.items()}
 
     def all(self) -> None:
         for c in self.speed:
@@ -318,12 +384,15 @@ class Told:
         for mine in (c for c in self.speed if c.base in MINE):
             for limit, what in self.limits():
                 self.speed_ratio(mine, limit, what)
-            for base in dict.fromkeys(c.base for c in self.speed if c.peer):
-                self.against(mine, base)
             for c in self.speed:
-                if c.base == "deepc-3-fp32":
+                if c.peer:
+                    self.against(mine, c)
+                elif c.base == "deepc-3-fp32":
                     self.speed_ratio(mine, self.speed[c], BASES[c.base])
         self.check_losses()
+
+    def tell(self, c: Contender, unit: str, values: Sequence[float], **more) -> None:
+        emit("train", self.figure, c.title(self.args.precision), unit, values, group=self.group, **more)
 
     def own(self, c: Contender) -> None:
         rounds = self.bursts[c]
@@ -334,11 +403,9 @@ class Told:
         }
         if c.mine:
             more["gather_bytes"] = rounds[-1]["counters"]["gather_bytes"]
-        title = c.title(self.args.precision)
-        emit("train", self.figure, title, "tokens/s", self.speed[c], **more)
-        emit(
-            "train", self.figure, title, "MiB, sum over ranks", [self.memory[c]], resident=round(rounds[-1]["resident"])
-        )
+        self.tell(c, SPEED, self.speed[c], **more)
+        self.tell(c, PSS, [self.memory[c]])
+        self.tell(c, RESIDENT, [self.resident[c]])
 
     def limits(self) -> list[tuple[list[float], str]]:
         """What deepc can reach without any communication: as many processes at the same time, with deepc's memory."""
@@ -352,51 +419,45 @@ class Told:
             )
         ]
 
-    def speed_ratio(self, mine: Contender, other: list[float], peer: str) -> None:
-        values = self.speed[mine]
-        emit(
-            "train",
-            self.figure,
-            mine.title(self.args.precision),
-            "tokens/s",
-            values,
-            ratio=paired(values, other),
-            peer=peer,
-        )
+    def speed_ratio(self, mine: Contender, other: list[float], peer: str, **more) -> None:
+        self.tell(mine, SPEED, self.speed[mine], peer=peer, **paired_row(self.speed[mine], other), **more)
 
-    def against(self, mine: Contender, base: str) -> None:
-        """The peer as it comes, and with the allocator that is best for it."""
-        forms = [c for c in self.speed if c.base == base]
-        best = max(forms, key=lambda c: statistics.median(self.speed[c]))
-        for c in dict.fromkeys([*(c for c in forms if not c.allocator), best]):
-            peer = c.title(self.args.precision) + (" (best)" if c == best and len(forms) > 1 else "")
-            self.speed_ratio(mine, self.speed[c], peer)
-            emit(
-                "train",
-                self.figure,
-                mine.title(self.args.precision),
-                "MiB, sum over ranks",
-                [self.memory[mine]],
-                ratio=self.memory[c] / self.memory[mine],
-                peer=peer,
-            )
+    def against(self, mine: Contender, c: Contender) -> None:
+        """mine beside a peer in speed and in both measures of memory."""
+        peer = c.title(self.args.precision)
+        more = {"peer_allocator": c.allocator, "peer_fused": c.fused, "peer_is_best": c in self.best}
+        self.speed_ratio(mine, self.speed[c], peer, **more)
+        for unit, of in ((PSS, self.memory), (RESIDENT, self.resident)):
+            self.tell(mine, unit, [of[mine]], ratio=of[c] / of[mine], peer=peer, **more)
 
     def check_losses(self) -> None:
-        """All did the same steps on the same data. At the end of every burst deepc's loss lies no farther from the
-        middle of the peers' than 3 times their own spread (they part by rounding alone: Adam's first steps make full
-        steps of gradients that are nothing but noise), or than 1e-4 (fp32) or 1 % (bf16) of it, which is more where
-        peers are few. Raises RuntimeError."""
+        """All did the same steps on the same data: at the end of every burst deepc's loss lies within `allowed_gap` of
+        the middle of the peers'. Raises RuntimeError."""
         peers = [c for c in self.bursts if c.peer]
         mine = [c for c in self.bursts if c.mine and c.base not in SINGLE]
         among = peers or mine
-        for i in range(self.args.rounds if among else 0):
-            losses = [self.bursts[c][i]["loss"] for c in among]
-            middle, spread = statistics.median(losses), max(losses) - min(losses)
-            allowed = max(3 * spread if peers else 0.0, (1e-4 if self.args.precision == "fp32" else 1e-2) * abs(middle))
-            if wrong := {
-                str(c): b[i]["loss"] for c in mine if not abs((b := self.bursts[c])[i]["loss"] - middle) <= allowed
-            }:
+        apart, from_middle = [], []
+        for i in range(min(map(len, self.bursts.values())) if among and mine else 0):
+            losses = {c.base: self.bursts[c][i]["loss"] for c in among}  # allocators change no bit
+            middle, allowed = allowed_gap(list(losses.values()), self.args.precision)
+            gaps = {str(c): abs(self.bursts[c][i]["loss"] - middle) for c in mine}
+            if wrong := {c: gap for c, gap in gaps.items() if not gap <= allowed}:
                 raise RuntimeError(f"burst {i + 1}: losses differ by more than {allowed:g} from {middle:.6f}: {wrong}")
+            apart.append((max(losses.values()) - min(losses.values())) / abs(middle))
+            from_middle.append(max(gaps.values()) / abs(middle))
+        if apart:
+            emit("train", self.figure, "the peers from each other", LOSSES, apart, group=self.group)
+            emit("train", self.figure, "deepc from the peers' middle", LOSSES, from_middle, group=self.group)
+
+
+def allowed_gap(losses: Sequence[float], precision: str) -> tuple[float, float]:
+    """(middle of the peers' losses, how far deepc's may lie from it). losses: one of each way to train. They part by
+    rounding alone (Adam's first steps are full steps of gradients that are nothing but noise): so from three ways on it
+    is 3 times what they part from each other, and never less than 1e-5 (fp32) or 2e-3 (bf16) of it. Fewer ways say too
+    little of that: 1e-4 or 1 %."""
+    middle, spread = statistics.median(losses), max(losses) - min(losses)
+    few, many = (1e-4, 1e-5) if precision == "fp32" else (1e-2, 2e-3)
+    return middle, max(3 * spread, (many if len(losses) >= 3 else few) * abs(middle))
 
 
 def contender(text: str) -> Contender:
@@ -408,30 +469,40 @@ def contender(text: str) -> Contender:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), nargs="+", default=["fp32"])
     parser.add_argument(
         "--contenders",
         nargs="+",
+        action="append",
         type=contender,
         metavar="BASE[+ALLOCATOR]",
-        default=[Contender(base) for base in BASES],
-        help="default: all as they come; see contenders.py",
+        help="default: all as they come; see contenders.py. Several times: groups, one after the other",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps per burst")
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.set_defaults(sampled=2)
+    parser.add_argument("--warmup", type=int, default=1, help="0: the sampling of memory does it")
+    parser.add_argument("--sampled", type=int, default=2, help="steps of the burst in which memory is sampled")
+    parser.add_argument(
+        "--budget", type=float, help=f"seconds after which no round begins; {LEAST_ROUNDS} rounds there are anyhow"
+    )
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="fork the ranks from processes that have imported torch and transformers: they start in a second",
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="length of a sequence; a micro-batch has 2")
     parser.add_argument(
         "--model", choices=tuple(MODELS), default="25M", help="tiny: a toy, to see that everything runs"
     )
     parser.add_argument("--contender", type=contender, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(serve())
     if args.contender:
+        args.precision = args.precision[0]
         Rank(args).loop()
-    else:
-        measure(args)
+        return 0
+    args.contenders = args.contenders or [[Contender(base) for base in BASES]]
+    measure(args)
     return 0
 
 
