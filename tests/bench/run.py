@@ -7,9 +7,9 @@
     python tests/bench/run.py --install-peers    installs DeepSpeed, transformers and mpi4py into this environment;
     torch stays as it is
 
-Peers that are not installed are named as skipped. Run it on a quiet machine: every figure is the median of interleaved
-rounds, every ratio the median of the rounds' own ratios, but a load average above the number of cores makes the
-absolute numbers worthless (the report says so).
+Peers that are not installed are named as skipped, and so is tcmalloc (apt-get install libtcmalloc-minimal4). Run it on
+a quiet machine: every figure is the median of interleaved rounds, every ratio the median of the rounds' own ratios, but
+a load average above the number of cores makes the absolute numbers worthless (the report says so).
 """
 
 from __future__ import annotations
