@@ -187,3 +187,26 @@ def run(case: dict) -> dict:
         "estimate": told,
         "ranks": ranks,
     }
+
+
+def compiled(rank: int, world: int) -> tuple[float, float]:
+    """Of a model in zero.Init's shared memory whose forward is the first to import torch's compiler: MiB of a rank's
+    peak, as initialize predicts and the engine measures it."""
+    import sys
+
+    import deepc
+    from deepc.plan.predict.estimate.states import LIBRARY_BYTES
+    from tiny import TinyGPT, config, make_batch
+
+    with deepc.zero.Init(config_dict_or_path=config(3, micro=4)):
+        model = TinyGPT(width=512, layers=2, vocab=8192, recompute="nonreentrant")
+    batch, before = make_batch(0, 4), resident()
+    engine = deepc.initialize(model=model, config=config(3, micro=4), sample_batch=batch)[0]
+    assert "torch._dynamo" not in sys.modules  # as a script's process: nothing has imported it
+    engine.backward(engine(*batch))
+    engine.step()
+    assert "torch._dynamo" in sys.modules
+    files = resident()["RssFile"] - before["RssFile"]
+    measured, predicted = engine.first_step.measured - files + LIBRARY_BYTES, engine.memory_plan.rank_peak
+    engine.destroy()
+    return predicted / 2**20, measured / 2**20

@@ -63,8 +63,8 @@ def metrics(
             "event": "memory",
             "step": 1,
             "at": rows[0]["at"],
-            "text": "memory: peak of this rank so far",
-            "peak_bytes": peak - 460 * MIB,
+            "text": "memory: this rank's own peak so far",
+            "peak_bytes": peak - 576 * MIB,
         },
         {
             "event": "checkpoint",

@@ -152,9 +152,9 @@ def available() -> int:
 
 
 def process_bytes() -> dict[str, int]:
-    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes"}; PSS counts a page shared by n processes
-    1/n."""
-    out = {"rss_bytes": 0, "pss_bytes": 0, "peak_rss_bytes": 0}
+    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes", "shared_bytes"}; PSS counts a page shared by n
+    processes 1/n; shared_bytes: what of rss_bytes is shared memory."""
+    out = {"rss_bytes": 0, "pss_bytes": 0, "peak_rss_bytes": 0, "shared_bytes": 0}
     try:
         with open("/proc/self/smaps_rollup") as f:
             for line in f:
@@ -166,6 +166,8 @@ def process_bytes() -> dict[str, int]:
             for line in f:
                 if line.startswith("VmHWM:"):
                     out["peak_rss_bytes"] = int(line.split()[1]) * 1024
+                elif line.startswith("RssShmem:"):
+                    out["shared_bytes"] = int(line.split()[1]) * 1024
     except OSError:
         pass
     return out

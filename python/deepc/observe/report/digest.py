@@ -315,19 +315,19 @@ def peak_bytes(run: Run) -> float | None:
 
 
 def rank_peak(run: Run) -> float | None:
-    """Bytes of rank 0's peak through the first step above the process before initialize, if the engine could tell."""
+    """Own bytes of rank 0's peak through the first step above the process before initialize, if the engine could
+    tell."""
     return next(
         (v for n in run.notes if n["event"] == "memory" and (v := number(n.get("peak_bytes"))) is not None), None
     )
 
 
 def planned(run: Run) -> float | None:
-    """The prediction's counterpart of rank_peak: a rank's own bytes and those that it shares."""
+    """The prediction's counterpart of rank_peak."""
     told = run.info.get("predicted")
     if not isinstance(told, dict) or not told.get("known"):
         return None
-    own, shared = number(told.get("rank_peak")), number(told.get("shared"))
-    return None if own is None else own + (shared or 0.0)
+    return number(told.get("rank_peak"))
 
 
 # ---- communication ---------------------------------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def _about_memory(run: Run, say: Callable[..., None]) -> None:
         off, text = (
             measured / plan - 1,
             (
-                f"rank 0 took {measured / MIB:,.0f} MiB at the peak of the first step, the memory plan said"
+                f"rank 0 took {measured / MIB:,.0f} MiB of its own at the peak of the first step, the memory plan said"
                 f" {plan / MIB:,.0f}"
             ),
         )

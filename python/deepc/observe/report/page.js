@@ -720,7 +720,7 @@
       if (m && some(m.rank_peak) && some(m.planned)) {
         const most = Math.max(m.rank_peak, m.planned);
         const row = (name, v, c) => [el("div", {}, name), track(v / most, css(c)), el("div", {}, bytes(v))];
-        card.append(el("h3", { style: "margin-top:14px" }, "Rank 0's peak of the first step, shared memory included"));
+        card.append(el("h3", { style: "margin-top:14px" }, "Rank 0's own peak of the first step"));
         const against = [...row("plan", m.planned, "waiting"), ...row("measured", m.rank_peak, "compute")];
         card.append(el("div", { class: "hbars", id: "against", style: "margin-top:8px" }, against));
       }

@@ -43,11 +43,13 @@ def refuse_if_too_big(plan: Plan, further: int = 0, groups: int = 1) -> None:
 
 
 class FirstStep:
-    """The traced step: what the kernel's high-water mark says of a prediction after the first real one."""
+    """The traced step: what the kernel's high-water mark says of a prediction after the first real one. Of this rank's
+    own memory: shared memory is the node's, and part of what was there before goes (zero.Init's, which held the
+    parameters)."""
 
     def __init__(self, prediction: MemoryEstimate) -> None:
         self.prediction, self.before = prediction, memory.process_bytes()
-        self.measured = 0  # bytes of this rank's peak above the process before initialize, once report() could tell
+        self.measured = 0  # own bytes of this rank's peak above the process before initialize, once report() could tell
 
     def report(self) -> str:
         """In words: predicted and measured peak of this process; "" where the mark tells nothing, because it was higher
@@ -55,11 +57,14 @@ class FirstStep:
         now, told = memory.process_bytes(), self.prediction
         if not told.known or told.device != "cpu" or now["peak_rss_bytes"] <= self.before["peak_rss_bytes"]:
             return ""
-        self.measured = now["peak_rss_bytes"] - self.before["rss_bytes"]
+        before = self.before["rss_bytes"] - self.before["shared_bytes"]
+        self.measured = now["peak_rss_bytes"] - now["shared_bytes"] - before
         return (
-            f"memory: peak of this rank so far {self.measured / MIB:.1f} MiB above the process before initialize;"
-            f" predicted through {told.steps} steps: {told.rank_peak / MIB:.1f} + {told.shared / MIB:.1f} shared"
+            f"memory: this rank's own peak so far {self.measured / MIB:.1f} MiB above the process before initialize;"
+            f" predicted through {told.steps} steps: {told.rank_peak / MIB:.1f}, and {told.shared / MIB:.1f} shared by"
+            " the ranks of a node"
         )
+
 
 
 class Ranks(Protocol):
@@ -97,7 +102,10 @@ def check_plan(
     from .. import dryrun
 
     def work() -> dict[str, Any]:
-        return predict(model, plan, base, config, sample_batch, loss_fn, named=named, group_of=group_of).to_dict()
+        # Not what the fake tensors import, but what a step will: the compiler, before them, with what it takes.
+        loaded = 0 if sample_batch is None else dryrun.load_compiler()
+        told = predict(model, plan, base, config, sample_batch, loss_fn, named=named, group_of=group_of, loaded=loaded)
+        return told.to_dict()
 
     failure = ""
     try:
