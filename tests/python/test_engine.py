@@ -820,3 +820,51 @@ def test_torch_compile_of_the_engine_compiles_the_model_alone(name, extra, env, 
         assert bool(seen) == (how != "" and blocks), how
         if how == "torch.compile" and name != "streamed":  # whose blocks have their gathers between graphs
             assert breaks == {}
+
+
+def _compiled_of_torchs_own(rank, world, cfg):
+    """Of a model that is a bare nn.Sequential: losses without and with torch.compile of the engine, operators of the
+    graphs, and code that the compiler took."""
+    import deepc
+    import torch._dynamo as dynamo
+
+    graphs, losses = [], {}
+
+    def backend(graph, inputs):
+        graphs.extend(n.target.__name__ for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    for compiled in (False, True):
+        dynamo.reset()
+        dynamo.utils.clear_compilation_metrics()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        engine = deepc.initialize(model=model, config=cfg)[0]
+        call = torch.compile(engine, backend=backend) if compiled else engine
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = call(torch.randn(8, 8)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.setdefault(compiled, []).append(loss.item())
+        engine.destroy()
+    return losses, graphs, {m.co_filename for m in dynamo.utils.get_compilation_metrics() if m.co_filename}
+
+
+@pytest.mark.parametrize(
+    "extra, env",
+    [
+        ({"zero_optimization": {"stage": 3}}, {}),
+        pytest.param({"fp16": {"enabled": True, "auto_cast": True}}, {}, marks=pytest.mark.full),
+        pytest.param({"zero_optimization": {"stage": 3}}, {"DEEPC_STREAMED": "1"}, marks=pytest.mark.full),
+    ],
+)
+def test_torch_compile_of_the_engine_compiles_a_model_whose_forward_is_torchs_own(extra, env):
+    """The compiler passes over frames of torch's own files; it takes the one before."""
+    cfg = {**tiny.config(0, micro=8), **extra}
+    losses, graphs, files = _run_ranks(
+        _compiled_of_torchs_own, 1, args=(cfg,), env={"DEEPC_LOG_LEVEL": "WARNING", **env}
+    )[0]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+    assert graphs.count("linear") == 2 and graphs.count("gelu") == 1, graphs
+    assert files and not [f for f in files if "/deepc/" in f], files

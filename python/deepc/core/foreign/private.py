@@ -146,6 +146,13 @@ NAMES = (
         "DDP under torch.compile compiles our Python; before 2.7 it is skipped without harm",
     ),
     Private(
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "engine/policy: whether torch.compile of the engine looks at the frames that run (with _dynamo.trace_rules and"
+        " external_utils, as torch's own wrapper of compiled modules)",
+        "2.6",
+        "torch.compile(engine) compiles nothing where the model is a module of torch's own, such as nn.Sequential",
+    ),
+    Private(
         "torch._C._distributed_c10d",
         "comm/c10d: option classes of collectives, as torch passes them",
         "1.8",
@@ -283,6 +290,20 @@ def uncompiled_itself(function: F) -> F:
     skip_in_compiler([function.__code__], inside=False)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+# What the compiler does with the frames that run now; None: it does not look at them.
+frame_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+@uncompiled
+def in_a_frame(module: torch.nn.Module) -> Callable[..., Any]:
+    """What to call for `module` while the compiler looks at frames. It passes over modules whose forward is torch's own
+    (nn.Sequential): a function of torch's that calls the module, which it takes, as torch.compile of the module itself
+    makes one."""
+    from torch._dynamo import external_utils, trace_rules
+
+    return external_utils.wrap_inline(module) if trace_rules.check(module.forward) else module
 
 
 def default_store() -> Any:

@@ -28,6 +28,8 @@ from ..data import cast_floats
 from .precision import AutoPrecision, name_of, torch_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...comm.groups import MultiNodeGroup, NodeGroup
     from ...comm.shared import Comm
     from ...zero.step.hooks import GradientHooks
@@ -123,13 +125,19 @@ class Plain:
 
     @private.uncompiled_itself
     def _run_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._engine.module(*inputs, **kwargs)
+        return self._model()(*inputs, **kwargs)
 
     @private.uncompiled_itself
     def _run_casting(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Floating-point inputs are cast to what the model computes in."""
         inputs, kwargs = cast_floats((inputs, kwargs), self._engine.dtype)
-        return self._engine.module(*inputs, **kwargs)
+        return self._model()(*inputs, **kwargs)
+
+    @private.uncompiled_itself
+    def _model(self) -> Callable[..., Any]:
+        """The model, as torch.compile of the engine can see it."""
+        module = self._engine.module
+        return private.in_a_frame(module) if private.frame_callback() else module
 
     def losses(self, loss: torch.Tensor, scale_wrt_gas: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Before a backward: (what it is of, what engine.backward returns)."""
