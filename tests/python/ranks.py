@@ -3,8 +3,9 @@
     def work(rank, world, x): ...                 # at module level of the test file
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
-Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group);
-fresh=True starts new ones, for tests that change the process. New ones are forked from a process that has imported
+Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group),
+but those that have the name deepspeed, or have looked for it (_is_spent); fresh=True starts new ones, for tests that
+change the process otherwise. New ones are forked from a process that has imported
 torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program instead: for
 what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a
 variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends
@@ -174,6 +175,7 @@ class _Worker:
         os.close(stdin)
         os.close(theirs)
         self._mark = 0
+        self.spent = False  # its last job is its last
 
     def start(self, folder: str, rank: int) -> None:
         self._mark = self._log.seek(0, os.SEEK_END)
@@ -263,6 +265,9 @@ def run_ranks(
         finally:
             if fresh or any(c != 0 for c in codes):
                 _end_pool(workers)
+            for w in [w for w in workers if w.spent]:
+                workers.remove(w)
+                w.end()
         if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
             raise RankFailure(codes, text)
         return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)]
@@ -294,6 +299,8 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
             rank = open_fds.pop(fd)
             said = os.read(fd, 1)
             codes[rank] = said[0] if said else workers[rank].process.wait() or 1  # end of file: it is gone
+            if codes[rank] == _SPENT:
+                codes[rank], workers[rank].spent = 0, True
             if codes[rank] != 0 and rank not in may_die:
                 end = min(end, time.monotonic() + 20)
     for rank in open_fds.values():
@@ -304,6 +311,17 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
 
 
 # ---- the worker ------------------------------------------------------------------------------------------------------
+_SPENT = 2  # what a worker says instead of 0
+
+
+def _is_spent() -> bool:
+    """Whether what the name `deepspeed` means is settled in this process: it is deepc's or DeepSpeed's, or transformers
+    has looked for it, which it does once (deepc.compat.finder.ShadowedError). No other job should begin with that."""
+    names = {"deepspeed", "deepc.compat.deepspeed", "transformers.integrations.deepspeed"}
+    finder = sys.modules.get("deepc.compat.finder")
+    return not names.isdisjoint(sys.modules) or (finder is not None and finder.is_installed())
+
+
 def _run_job(rank: int, folder: str) -> None:
     import datetime
 
@@ -350,7 +368,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
             code = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(result_fd, bytes([code]))
+        os.write(result_fd, bytes([code or (_SPENT if _is_spent() else 0)]))
 
 
 if __name__ == "__main__":

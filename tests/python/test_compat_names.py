@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from deepc.compat import names
 from deepc.errors import ArgumentError, CheckpointError, UnsupportedError
 from programs import run_python
+from ranks import run_ranks
 
 
 def test_every_name_of_the_table_resolves(deepspeed):
@@ -84,6 +87,24 @@ def test_a_real_deepspeed_is_not_shadowed_silently():
     )
     out = run_python("-c", script)
     assert "refused: deepspeed was imported before deepc.compat.deepspeed" in out.stdout
+
+
+def _ends(rank, world, how):
+    """This process and whether the name was free, before a job that leaves it as `how`."""
+    free = "deepspeed" not in sys.modules and "transformers.integrations.deepspeed" not in sys.modules
+    if how == "looked":  # as transformers without a DeepSpeed
+        module = sys.modules["transformers.integrations.deepspeed"] = types.ModuleType("deepspeed")
+        module.DeepSpeedConfig = object
+    elif how == "ours":
+        from deepc.compat import deepspeed  # noqa: F401  ShadowedError where the job before has looked
+    return os.getpid(), free
+
+
+def test_no_job_of_ranks_goes_on_where_the_name_is_settled():
+    ran = [run_ranks(_ends, 1, args=(how,))[0] for how in ("", "looked", "ours", "", "")]
+    pids = [pid for pid, _ in ran]
+    assert pids[0] == pids[1] and pids[3] == pids[4] and len(set(pids)) == 3, pids
+    assert all(free for _, free in ran)
 
 
 def test_uninstall_forgets():

@@ -221,7 +221,7 @@ def test_deepspeeds_forms_with_hugging_face(tmp_path):
     transformers.AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "model")
     (tmp_path / "disk").mkdir()
     for want, (streamed, served), kinds, same_buffers in run_ranks(
-        _as_deepspeed, 2, str(tmp_path / "disk"), str(tmp_path / "model"), fresh=True
+        _as_deepspeed, 2, str(tmp_path / "disk"), str(tmp_path / "model")
     ):
         assert torch.equal(streamed, want), "as plain transformers in bf16"
         assert served.shape == want.shape and same_buffers

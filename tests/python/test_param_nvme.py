@@ -353,7 +353,7 @@ def test_an_engine_for_evaluation(tmp_path):
     """Without an optimizer all parameters are frozen, and on disk."""
     cfg = on_disk(tiny.config(3, micro=2, precision="bf16"), tmp_path, **NO_LIMITS)
     del cfg["optimizer"]
-    for wanted, found, on, total in run_ranks(_evaluated, 2, cfg, fresh=True):
+    for wanted, found, on, total in run_ranks(_evaluated, 2, cfg):
         assert found == [wanted] * 2 and on == str(tmp_path) and total == 0
 
 

@@ -374,7 +374,7 @@ def _compat(rank, world):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_names_of_deepspeed(world):
-    _run_ranks(_compat, world, env={"DEEPC_LOG_LEVEL": "WARNING"}, fresh=True)  # which replaces modules
+    _run_ranks(_compat, world, env={"DEEPC_LOG_LEVEL": "WARNING"})
 
 
 # ---- what is equal, and what is not ----------------------------------------------------------------------------------
