@@ -378,6 +378,12 @@ def _gathered(rank, world, precision):
         with pytest.raises(ArgumentError, match="inside another one"):
             with zero.GatheredParameters(a, modifier_rank=1):
                 pass
+    with zero.GatheredParameters(b, modifier_rank=0):  # an engine's that is opened goes home if the next one's can't be
+        with pytest.raises(ArgumentError, match="inside another one"):
+            with zero.GatheredParameters([a, b], modifier_rank=0):
+                pass
+        with zero.GatheredParameters(a, modifier_rank=0):
+            pass
     for p, engine in ((a, first), (b, second)):
         assert torch.all(p == 0.25) and torch.all(engine.full_fp32_param(p) == 0.25)
     assert torch.all(frozen == 0.25)
