@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -344,9 +346,9 @@ class Collects(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self):
+    def __init__(self, ep=1):
         super().__init__()
-        self.moe = MoE(WIDTH, expert(), num_experts=EXPERTS, k=2)
+        self.moe = MoE(WIDTH, expert(), num_experts=EXPERTS, ep_size=ep, k=2)
 
     def forward(self, x):
         return x + self.moe(x)[0]
@@ -366,3 +368,47 @@ def cut_where_it_stands(rank, world):
 def test_losses_of_layers_on_another_stage_are_not_lost_in_silence():
     told = run_ranks(cut_where_it_stands, 2)
     assert any("l_aux of a layer on another stage" in t for t in told) and all(told)
+
+
+class Standing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(ep=2) for _ in range(2))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def _connected_how_often(rank, world):
+    import deepc
+    from deepc.engine import build
+    from deepc.parallel.expert import spread
+
+    calls = collections.Counter()
+
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (spread, build):
+            for name in ("refuse_experts", "connect"):
+                patch.setattr(module, name, counted(name, getattr(module, name)))
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": SGD}
+        engine, *_ = deepc.initialize(
+            model=Standing(), config={**config, "pipeline": {"stages": 2}}, sample_batch=next(samples())
+        )
+    groups = {m.deepspeed_moe.group.size for m in engine.module.modules() if isinstance(m, MoE)}
+    ep = engine.mesh.ep
+    engine.destroy()
+    return dict(calls), groups, ep
+
+
+def test_experts_of_a_model_that_is_cut_where_it_stands_are_connected_once():
+    for told in run_ranks(_connected_how_often, 4):
+        assert told == ({"refuse_experts": 1, "connect": 1}, {2}, 2)

@@ -339,25 +339,14 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
 def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) -> Mesh:
     """The mesh with the ranks that share a model's experts, connected: gradients are averaged over them, and what is no
     expert's is the first data-parallel rank's. Collective."""
-    module, size = engine.module, 1
-    failure: Exception | None = None
-    try:
-        size = ranks_of_experts(module)
-        refuse_experts(module, size, engine.device)
-    except DeepcError as exc:
-        failure = exc
-    if engine.part is not None:  # whose stages may have no experts
-        together(engine.everyone, failure)
-        size = one_size(engine.everyone.gather_all(torch.tensor([size])).view(-1).tolist())
-    elif failure is not None:
-        raise failure
+    module, whole = engine.module, engine.part is None or isinstance(engine.part, PipelineModule)
+    if whole:  # else part_of has connected them, and their values are equal: before the model was cut
+        mesh = _connected(engine, mesh)
     engine.spread, engine.shared_gradients = spread_parameters(module), None
-    if size == 1:
+    if mesh.ep == 1:
         return mesh
-    mesh = mesh_with_experts(mesh, size)
     group = expert_group(mesh)
-    connect(module, group)
-    for t in (*module.parameters(), *module.buffers()):
+    for t in (*module.parameters(), *module.buffers()) if whole else ():
         if (
             id(t) not in engine.spread
             and t.numel()
@@ -369,6 +358,24 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
     if engine.part is None:  # a pipeline's engine does it once a batch
         for handle in engine.shared_gradients.hook(module.parameters()):
             undo.callback(handle.remove)
+    return mesh
+
+
+def _connected(engine: EngineBase, mesh: Mesh) -> Mesh:
+    """As connected, also of a stage, where others may have experts and this one none. Collective."""
+    if engine.part is None:
+        return connected(engine.module, mesh, engine.device)
+    module, size = engine.module, 1
+    failure: Exception | None = None
+    try:
+        refuse_experts(module, size := ranks_of_experts(module), engine.device)
+    except DeepcError as exc:
+        failure = exc
+    together(engine.everyone, failure)
+    size = one_size(engine.everyone.gather_all(torch.tensor([size])).view(-1).tolist())
+    if size > 1:
+        mesh = mesh_with_experts(mesh, size)
+        connect(module, expert_group(mesh))
     return mesh
 
 
