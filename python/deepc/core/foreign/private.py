@@ -147,10 +147,21 @@ NAMES = (
     ),
     Private(
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
-        "engine/policy: whether torch.compile of the engine looks at the frames that run (with _dynamo.trace_rules and"
-        " external_utils, as torch's own wrapper of compiled modules)",
+        "engine/policy: whether torch.compile of the engine looks at the frames that run",
         "2.6",
         "torch.compile(engine) compiles nothing where the model is a module of torch's own, such as nn.Sequential",
+    ),
+    Private(
+        "torch._dynamo.trace_rules.check",
+        "engine/policy: whether the compiler passes over a model's forward",
+        "2.1",
+        "torch.compile(engine) fails",
+    ),
+    Private(
+        "torch._dynamo.external_utils.wrap_inline",
+        "engine/policy: a frame before such a model's, as torch.compile of the model itself makes one",
+        "2.1",
+        "torch.compile(engine) fails where the model is a module of torch's own",
     ),
     Private(
         "torch._C._distributed_c10d",
