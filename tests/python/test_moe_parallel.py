@@ -90,9 +90,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.5}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0}}
 
 
-def train(rank, world, stages, ep, config, pipe, folder=None, skip=0, steps=STEPS):
+def train(rank, world, stages, ep, config, pipe, folder=None, skip=0, steps=STEPS, stats=None):
     """(losses, norms, the whole model's weights). folder: where a checkpoint goes, or, with skip, comes from: of a run
-    that has trained on so many batches."""
+    that has trained on so many batches. stats: gets those of recomputation."""
     import deepc
     from deepc.pipe import PipelineModule
 
@@ -132,6 +132,8 @@ def train(rank, world, stages, ep, config, pipe, folder=None, skip=0, steps=STEP
     weights = engine.module_state_dict()
     engine.load_module_state_dict(weights, strict=False)  # changes nothing
     assert all(torch.equal(t, weights[n]) for n, t in engine.module_state_dict().items())
+    if stats is not None:
+        stats.update(engine.recomputation.stats())
     engine.destroy()
     return losses, norms, weights
 

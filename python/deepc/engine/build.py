@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, cast
@@ -25,7 +26,7 @@ from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, Unsuppor
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB, ONEBIT
-from ..parallel.axes import axis_group
+from ..parallel.axes import AxisGroup, axis_group
 from ..parallel.expert.group import expert_group, mesh_with_experts
 from ..parallel.expert.spread import (
     SharedGradients,
@@ -749,10 +750,10 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     section, asked, mesh = engine._config.activation_checkpointing, engine._config.deepc.activations, engine.mesh
     failure: Exception | None = None
     moves: Moves | None = None
-    together_with = [tensor_group(mesh)] if mesh.tp > 1 else []
+    together_with: list[AxisGroup] = [tensor_group(mesh)] if mesh.tp > 1 else []
     try:
         engine.activations = Activations(
-            engine.module, engine._config, engine.device, together_with[0] if together_with else None
+            engine.module, engine._config, engine.device, tensor_group(mesh) if mesh.tp > 1 else None
         )
         undo.callback(engine.activations.close)
         disk = engine.plan.mode != "streamed" and engine.part is None
@@ -766,12 +767,20 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     if mesh.sp > 1:
         together_with.append(axis_group(mesh, "sp", TensorGroup.of))
 
+    rounds = 1
+    if mesh.ep > 1:  # groups of experts and of sequences may overlap like bricks: the largest travels a brick a round
+        together_with.append(expert_group(mesh))
+        rounds = math.lcm(mesh.sp, mesh.ep) // max(mesh.sp, mesh.ep)
+
     def most(t: torch.Tensor) -> None:
-        for group in together_with:
-            group.add_up(t, "max")
+        for _ in range(rounds):
+            for group in together_with:
+                group.add_up(t, "max")
 
     blocks = engine.part.blocks() if section.budget is not None and engine.part is not None else None
-    engine.recomputation = Recomputation(engine.module, section.budget, most if together_with else None, moves, blocks)
+    engine.recomputation = Recomputation(
+        engine.module, section.budget, most if together_with else None, moves, blocks, own_data=mesh.ep > 1
+    )
     undo.callback(engine.recomputation.close)
 
 

@@ -3,15 +3,16 @@ its disk, and the ranks that compute a block together, which all take the same c
 
 from __future__ import annotations
 
+import math
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...core.foreign import private
-from ...errors import UnsupportedError
-from ...parallel.expert.layer import MoE
+from ...errors import ConfigError
 from ...plan.predict import recomputation
 from ...plan.predict.blocks import find_blocks
 from ...plan.predict.recompute import Call, Rates
@@ -26,7 +27,8 @@ KEY = recomputation.KEY
 class Recomputation(recomputation.Recomputation):
     """most: makes of a tensor the largest of its elements over the ranks that compute a block together (in its memory;
     collective over them); None: each rank decides for itself. moves: what takes saved values to a disk, or None.
-    blocks: what may be recomputed of a pipeline's part; None: find them."""
+    blocks: what may be recomputed of a pipeline's part; None: find them. own_data: those ranks get batches of their own
+    (they share experts): each forward asks all of them what they got."""
 
     def __init__(
         self,
@@ -35,8 +37,9 @@ class Recomputation(recomputation.Recomputation):
         most: Callable[[torch.Tensor], Any] | None = None,
         moves: Moves | None = None,
         blocks: list[torch.nn.Module] | None = None,
+        own_data: bool = False,
     ) -> None:
-        self._most, self._moves = most, moves
+        self._most, self._moves, self._own_data = most, moves, own_data
         self._rates: Rates | None = None
         if moves is not None:
             self.movable_from = moves.least
@@ -47,15 +50,6 @@ class Recomputation(recomputation.Recomputation):
         """Whether what blocks save may go to disk."""
         return self._moves is not None
 
-    def _refuse(self) -> None:
-        super()._refuse()
-        for name, m in self._module.named_modules():
-            if isinstance(m, MoE):
-                raise UnsupportedError(
-                    f"{KEY} does not exist for mixtures of experts ({name}): what ranks exchange inside a block would"
-                    " have to be recomputed by all of them. Use torch.utils.checkpoint inside the model"
-                )
-
     def clock(self, args: tuple[Any, ...]) -> float:
         if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
             torch.cuda.synchronize()
@@ -64,9 +58,31 @@ class Recomputation(recomputation.Recomputation):
     def storage(self, x: torch.Tensor) -> tuple[int, int] | None:
         return None if isinstance(x, Released) else super().storage(x)
 
+    def for_all(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if self._most is None or not self._own_data:
+            return shapes
+        kind = zlib.crc32(repr([len(s) for s in shapes]).encode())
+        told = torch.tensor([kind, -kind, sum(map(math.prod, shapes))], dtype=torch.float64)
+        self._most(told)
+        if told[0] != -told[1]:  # other tensors on other ranks: their elements are counted
+            return ((int(told[2]),),)
+        sizes = torch.tensor([n for s in shapes for n in s], dtype=torch.float64)
+        self._most(sizes)
+        largest = iter(sizes.int().tolist())
+        return tuple(tuple(next(largest) for _ in s) for s in shapes)
+
     def agreed(self, calls: list[Call], outside: int) -> tuple[list[Call], int]:
         if self._most is None:
             return calls, outside
+        if self._own_data:
+            counts = torch.tensor([len(calls), -len(calls)], dtype=torch.float64)
+            self._most(counts)
+            if counts[0] != -counts[1]:
+                raise ConfigError(
+                    f"{KEY}: ranks that share experts have called from {int(-counts[1])} to {int(counts[0])} blocks in"
+                    f" one forward (this one {len(calls)}), and what is recomputed must be the same on all of them. Let"
+                    " all call the same blocks, or remove the key"
+                )
         rows = [[c.saved, c.inputs, c.outside, c.seconds, c.movable, c.moving] for c in calls]
         told = torch.tensor([*rows, [outside, 0, 0, 0, 0, 0]], dtype=torch.float64)  # exact up to 2**53 bytes
         self._most(told)

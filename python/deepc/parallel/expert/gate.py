@@ -173,11 +173,20 @@ class TopKGate(torch.nn.Module):
             logits = F.linear(x, self.wg.weight.float())
             return self._routes(logits, used_token)
 
+    def places(self, tokens: int) -> int | None:
+        """Of an expert, for choices of `tokens` tokens; None: for all."""
+        if not self.drop_tokens:
+            return None
+        factor = (self.capacity_factor if self.training else self.eval_capacity_factor) * self.k
+        return capacity_of(tokens, self.num_experts, factor, self.min_capacity)
+
+    def most_rows(self, tokens: int, experts: int, ranks: int = 1) -> int:
+        """Of `experts` of the experts, for `tokens` tokens of each of `ranks` ranks."""
+        chosen, places = tokens * min(self.k, experts), self.places(tokens)
+        return ranks * (chosen if places is None else min(chosen, experts * places))
+
     def _routes(self, logits: torch.Tensor, used: torch.Tensor | None) -> Routes:
-        k, capacity = self.k, None
-        if self.drop_tokens:
-            factor = (self.capacity_factor if self.training else self.eval_capacity_factor) * k
-            capacity = capacity_of(len(logits), self.num_experts, factor, self.min_capacity)
+        k, capacity = self.k, self.places(len(logits))
         keep: Literal["position", "random", "probability"] = "probability" if k > 2 else "position"
         if k == 1 and self.use_rts and self.training:
             keep = "random"

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ...plan.mesh import Mesh
+from ...plan.predict import rows as rows_of
+from ...plan.predict.rows import Rows
 from ..axes import AxisGroup, axis_group
 
 
@@ -19,10 +21,15 @@ class ExpertGroup(AxisGroup):
     """The ranks among which one copy of the experts is spread."""
 
     def through(
-        self, rows: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], list[torch.Tensor]]
+        self,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        experts: Callable[[torch.Tensor, list[int]], list[torch.Tensor]],
+        most: int,
     ) -> torch.Tensor:
         """rows [n, M] by expert, counts [E] of each (int64, on the CPU) -> their experts' outputs [n, M], in the order
-        of rows; differentiable: an expert's gradients are those of all ranks' tokens, added up. Collective."""
+        of rows; differentiable: an expert's gradients are those of all ranks' tokens, added up. most: rows that may
+        come to this rank. Collective."""
         wanted = counts.view(self.size, -1)
         asked = torch.empty_like(wanted)  # [source, expert of this rank]
         device = rows.device
@@ -35,7 +42,11 @@ class ExpertGroup(AxisGroup):
         order = of_expert.argsort(stable=True).to(device)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=device)
-        out = torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
+
+        def computed() -> torch.Tensor:
+            return torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
+
+        out = rows_of.of(Rows(len(order), most, len(order)), computed)
         return _Exchange.apply(out, got, given, self.process_group)  # type: ignore[no-any-return,no-untyped-call]
 
 

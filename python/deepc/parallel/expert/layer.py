@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ...core.foreign import private
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...plan.mesh import Mesh
+from ...plan.predict import rows as rows_of
+from ...plan.predict.rows import Rows
 from .dispatch import combine, dispatch
 from .gate import Routes, TopKGate
 from .group import ExpertGroup, expert_group, mesh_with_experts
@@ -39,7 +42,7 @@ class Experts(torch.nn.Module):
         on no row as well: its gradients are zeros then, and what other ranks wait for happens."""
         outputs = []
         for i, (expert, part) in enumerate(zip(self.deepspeed_experts, rows.split(list(counts)))):
-            out = expert(part)
+            out = rows_of.of_part(len(part), expert, part)
             out = out[0] if isinstance(out, tuple) else out
             if out.shape != part.shape:
                 raise ArgumentError(
@@ -72,19 +75,33 @@ class MOELayer(torch.nn.Module):
             )
         return self._balance
 
-    def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        told: list[Routes] | None = None,
+    ) -> torch.Tensor:
+        """told: gets the routes of this call; l_aux and exp_counts stay those of the forward when it is recomputed."""
         if hidden_states.dim() == 0:
             raise ArgumentError("MoE: input of shape []; the last dimension must be hidden_size")
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes: Routes = self.gate(x, used_token)
-        self._balance, self.exp_counts = routes.balance, routes.chosen
+        if private.graph_task_id() == -1:  # no recomputation, whose graph would be held by them until the next call
+            self._balance, self.exp_counts = routes.balance, routes.chosen
+        if told is not None:
+            told.append(routes)
+        own = Rows(len(routes.tokens), self.gate.most_rows(len(x), self.gate.num_experts), len(routes.tokens))
+        return rows_of.of(own, self._through_experts, x, routes).reshape(hidden_states.shape)  # type: ignore[no-any-return]
+
+    def _through_experts(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         rows = dispatch(x, routes)
         if self.group is None:
             outputs = self.experts(rows, routes.rows.tolist())
         else:
-            outputs = [self.group.through(rows, routes.rows.cpu(), self.experts)]
+            most = self.gate.most_rows(len(x), self.experts.num_local_experts, self.group.size)
+            outputs = [self.group.through(rows, routes.rows.cpu(), self.experts, most)]
         rows = torch.cat([*outputs, outputs[0].new_zeros(1, x.shape[1])])
-        return combine(rows, routes).reshape(hidden_states.shape)
+        return combine(rows, routes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the results of the last call, which hang in its graph."""
@@ -181,12 +198,11 @@ class MoE(torch.nn.Module):
                 f"MoE: the experts are spread over ep_size = {self.ep_size} ranks that are not connected yet; call"
                 " deepc.initialize, or set_deepspeed_parallelism() of the layer on all ranks, first"
             )
-        output = self.deepspeed_moe(hidden_states, used_token)
+        routes: list[Routes] = []
+        output = self.deepspeed_moe(hidden_states, used_token, routes)
         if self.use_residual:
             beside = self.mlp(hidden_states)
             beside = beside[0] if isinstance(beside, tuple) else beside
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * share[..., :1] + beside * share[..., 1:]
-        balance, chosen = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
-        assert balance is not None and chosen is not None  # of this call
-        return output, balance, chosen
+        return output, routes[0].balance, routes[0].chosen

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 
 from ...core.foreign import private
 from ...errors import ConfigError
-from . import recompute
+from . import recompute, rows
 from .blocks import Hand, find_blocks, hand_of, leave, take
 from .recompute import Call, Choice, Rates
 
@@ -100,6 +100,10 @@ class Recomputation:
         """What all ranks that compute a block together make of what each has measured."""
         return calls, outside
 
+    def for_all(self, shapes: _Shapes) -> _Shapes:
+        """What a forward gets, of all ranks that take one choice: none of them gets more."""
+        return shapes
+
     def rates(self) -> Rates | None:
         """Of the disk; None: there is none."""
         return None
@@ -132,7 +136,7 @@ class Recomputation:
         the budget is less than recomputing everything needs."""
         if self.budget is None or not torch.is_grad_enabled() or not self._module.training:
             return contextlib.nullcontext()
-        return self._forward(self.budget, stage, _shapes(given))
+        return self._forward(self.budget, stage, self.for_all(_shapes(given)))
 
     @contextlib.contextmanager
     def _forward(self, budget: int, stage: int, shapes: _Shapes) -> Iterator[None]:
@@ -140,7 +144,10 @@ class Recomputation:
         measured = _Measured(self) if plan is None else None
         self._now, self._count = plan or measured, 0
         try:
-            with contextlib.nullcontext() if measured is None else measured.hooks():
+            with contextlib.ExitStack() as stack:
+                if measured is not None:
+                    stack.enter_context(rows.measured())
+                    stack.enter_context(measured.hooks())
                 yield
         finally:
             self._now = None
@@ -230,8 +237,8 @@ class Recomputation:
         if isinstance(now, Choice):
             if k < len(now.recomputed) and not now.recomputed[k]:
                 return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
-            return _checkpoint(function, *args)
-        return _checkpoint(functools.partial(now.call, k, function), *args)
+            return _checkpoint(function, function, args)
+        return _checkpoint(function, functools.partial(now.call, k, function), args)
 
 
 class _Plan(NamedTuple):
@@ -257,7 +264,7 @@ class _Measured:
     def _see(self, x: torch.Tensor) -> None:
         found = self._by.storage(x)
         if found is not None and found[0] not in self._outside and found[0] not in self._by.held_anyway():
-            self._outside[found[0]] = found[1]
+            self._outside[found[0]] = rows.at_most(found[1], x)
 
     @private.uncompiled_itself
     def call(self, k: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -273,7 +280,8 @@ class _Measured:
 
         def see(x: torch.Tensor) -> None:
             if (found := by.storage(x)) is not None:
-                saved[found[0]] = found[1], x
+                nbytes = max(rows.at_most(found[1], x), saved[found[0]][0] if found[0] in saved else 0)
+                saved[found[0]] = nbytes, x
 
         outside = sum(n for at, n in self._outside.items() if at not in self._inputs)
         begin = by.clock(args)
@@ -339,5 +347,34 @@ def _covers(larger: _Shapes, shapes: _Shapes) -> bool:
 
 
 @private.uncompiled_itself
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+def _checkpoint(block: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """function(*args), which calls `block`, a block's method."""
+    run = functools.partial(_as_in_the_forward, block, function)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+@private.uncompiled_itself
+def _as_in_the_forward(block: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """When it is a recomputation, tensors with a graph that modules keep as attributes (a load-balance loss) are those
+    of the forward afterwards: the recomputed ones would hold all that was computed for them until the next forward."""
+    if private.graph_task_id() == -1:
+        return function(*args)
+    before = [(m, {n: t for n, t in vars(m).items() if isinstance(t, torch.Tensor)}) for m in _modules_of(block)]
+    try:
+        return function(*args)
+    finally:
+        for module, had in before:
+            for name, t in list(vars(module).items()):
+                if isinstance(t, torch.Tensor) and t.grad_fn is not None and t is not had.get(name):
+                    if name in had:
+                        vars(module)[name] = had[name]
+                    else:
+                        del vars(module)[name]
+
+
+def _modules_of(method: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Of a block's method, with its keywords bound or not."""
+    while isinstance(method, functools.partial):
+        method = method.func
+    block = getattr(method, "__self__", None)
+    return list(block.modules()) if isinstance(block, torch.nn.Module) else []
