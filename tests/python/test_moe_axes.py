@@ -143,9 +143,9 @@ CUT_EXPERTS = [
 ]
 
 
-def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, steps=STEPS, rules=RULES):
+def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, steps=STEPS, rules=RULES, stats=None):
     """As plainly, of this rank. folder: where a checkpoint goes, or, with skip, comes from: of a run that has trained
-    on so many batches."""
+    on so many batches. stats: gets those of recomputation."""
     import deepc
     from deepc.parallel.expert.spread import name_among_all
     from deepc.parallel.sequence import sequence_group
@@ -190,6 +190,8 @@ def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, ste
     weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
     engine.load_module_state_dict(weights, strict=False)  # changes nothing
     assert all(torch.equal(t, weights[n]) for n, t in engine.module_state_dict().items())
+    if stats is not None:
+        stats.update(engine.recomputation.stats())
     engine.destroy()
     return losses, norms, grads, weights
 

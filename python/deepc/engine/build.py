@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, cast
@@ -26,7 +25,6 @@ from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, Unsuppor
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB, ONEBIT
-from ..parallel.axes import AxisGroup, axis_group
 from ..parallel.expert.group import expert_group, mesh_with_experts
 from ..parallel.expert.spread import (
     SharedGradients,
@@ -41,7 +39,7 @@ from ..parallel.judged import Parts
 from ..parallel.mpu import as_mpu_says, refuse_another_order
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
-from ..parallel.tensor.group import TensorGroup, refuse_unequal, tensor_group
+from ..parallel.tensor.group import refuse_unequal, tensor_group
 from ..parallel.tensor.rules import as_noted
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
@@ -65,7 +63,7 @@ from .policy import precision
 from .policy.choose import choose_policy
 from .states.activations import Activations, Moves
 from .states.curriculum import Curriculum
-from .states.recompute import Recomputation
+from .states.recompute import Recomputation, largest_over
 
 if TYPE_CHECKING:
     from ..nn.fuse import FuseSummary
@@ -750,7 +748,6 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     section, asked, mesh = engine._config.activation_checkpointing, engine._config.deepc.activations, engine.mesh
     failure: Exception | None = None
     moves: Moves | None = None
-    together_with: list[AxisGroup] = [tensor_group(mesh)] if mesh.tp > 1 else []
     try:
         engine.activations = Activations(
             engine.module, engine._config, engine.device, tensor_group(mesh) if mesh.tp > 1 else None
@@ -764,23 +761,9 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
         failure = exc
     if asked.nvme_path:
         together(engine.everyone, failure)
-    if mesh.sp > 1:
-        together_with.append(axis_group(mesh, "sp", TensorGroup.of))
-
-    rounds = 1
-    if mesh.ep > 1:  # groups of experts and of sequences may overlap like bricks: the largest travels a brick a round
-        together_with.append(expert_group(mesh))
-        rounds = math.lcm(mesh.sp, mesh.ep) // max(mesh.sp, mesh.ep)
-
-    def most(t: torch.Tensor) -> None:
-        for _ in range(rounds):
-            for group in together_with:
-                group.add_up(t, "max")
-
     blocks = engine.part.blocks() if section.budget is not None and engine.part is not None else None
-    engine.recomputation = Recomputation(
-        engine.module, section.budget, most if together_with else None, moves, blocks, own_data=mesh.ep > 1
-    )
+    most = largest_over(mesh) if section.budget is not None else None
+    engine.recomputation = Recomputation(engine.module, section.budget, most, moves, blocks, own_data=mesh.ep > 1)
     undo.callback(engine.recomputation.close)
 
 

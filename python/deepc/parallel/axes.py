@@ -22,8 +22,8 @@ _opened: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 
 def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "deepc") -> T:
-    """of(the process group of this rank along an axis of the mesh), made once for a default group, an axis and what
-    ranks it joins. Collective over all ranks."""
+    """of(the process group of this rank along an axis of the mesh), which is made once for a default group, an axis and
+    what ranks it joins, and `of` it once for a function. Collective over all ranks."""
     groups = mesh.groups(axis)
     made = _opened.setdefault(dist.group.WORLD, {})
     if (key := (axis, groups)) not in made:
@@ -31,8 +31,10 @@ def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "de
         for ranks in groups:
             opened = dist.new_group(list(ranks), backend=backend)
             if me in ranks:
-                made[key] = of(opened)
-    found: T = made[key]
+                made[key] = opened
+    if (axis, groups, of) not in made:
+        made[axis, groups, of] = of(made[key])
+    found: T = made[axis, groups, of]
     return found
 
 

@@ -13,15 +13,42 @@ import torch
 
 from ...core.foreign import private
 from ...errors import ConfigError
+from ...parallel.axes import AxisGroup, axis_group
+from ...parallel.expert.group import expert_group
+from ...parallel.tensor.group import TensorGroup, tensor_group
+from ...plan.mesh import Mesh
 from ...plan.predict import recomputation
 from ...plan.predict.blocks import find_blocks
 from ...plan.predict.recompute import Call, Rates
 from ...zero.parameters.param import Released
 from .activations import Moves
 
-__all__ = ["KEY", "Recomputation", "find_blocks"]
+__all__ = ["KEY", "Recomputation", "find_blocks", "largest_over"]
 
 KEY = recomputation.KEY
+
+
+def largest_over(mesh: Mesh) -> Callable[[torch.Tensor], None] | None:
+    """What makes of a tensor (fp64) the largest of its elements over the ranks that compute blocks together with this
+    one: that share tensors, sequences or experts. None: there are no others. Collective over all ranks."""
+    groups: list[AxisGroup] = [tensor_group(mesh)] if mesh.tp > 1 else []
+    if mesh.sp > 1:
+        groups.append(axis_group(mesh, "sp", TensorGroup.of))
+    if mesh.ep > 1:
+        groups.append(expert_group(mesh))
+
+    def largest(t: torch.Tensor) -> None:
+        for _ in range(rounds(mesh)):
+            for group in groups:
+                group.add_up(t, "max")
+
+    return largest if groups else None
+
+
+def rounds(mesh: Mesh) -> int:
+    """How often groups of a sequence and of experts, one after the other, tell what they know until all of them know
+    it: where neither lie in the other they overlap like bricks, and it comes a brick further each time."""
+    return math.lcm(mesh.sp, mesh.ep) // max(mesh.sp, mesh.ep)
 
 
 class Recomputation(recomputation.Recomputation):

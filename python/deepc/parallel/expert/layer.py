@@ -27,6 +27,8 @@ class Experts(torch.nn.Module):
     """`deepspeed_experts`: copies of one network. Their parameters have `allreduce` False and `group_name`, by which
     DeepSpeed's helpers know them."""
 
+    has_no_blocks = True  # that could be recomputed alone: an expert's rows are others each time
+
     def __init__(
         self, expert: torch.nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
     ) -> None:

@@ -26,7 +26,11 @@ def sequence_group(size: int, tensor: int = 1, backend: str = "deepc") -> Any:
             f"sequence parallelism over {size} ranks: {world} ranks can't be shared out in groups of {size * tensor};"
             " use a size that divides them"
         )
-    return axis_group(Mesh(dp=world // (size * tensor), sp=size, tp=tensor), "sp", lambda group: group, backend)
+    return axis_group(Mesh(dp=world // (size * tensor), sp=size, tp=tensor), "sp", _itself, backend)
+
+
+def _itself(group: Any) -> Any:
+    return group
 
 
 class Way(NamedTuple):

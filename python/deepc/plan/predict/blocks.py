@@ -14,14 +14,15 @@ from ...core.foreign import private
 
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The elements of the outermost lists and sequences of `module` that repeat a class: half of a list's parameters or
-    more are in elements of one class, of which there are at least two. Those without parameters are left out."""
+    more are in elements of one class, of which there are at least two. Those without parameters are left out, and what
+    is in modules with has_no_blocks."""
     found: dict[torch.nn.Module, None] = {}
 
     def walk(parent: torch.nn.Module) -> None:
         for child in parent.children():
             if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and _repeats(child):
                 found.update((b, None) for b in child if _numel(b))
-            else:
+            elif not getattr(child, "has_no_blocks", False):
                 walk(child)
 
     if isinstance(module, torch.nn.Sequential) and _repeats(module):

@@ -290,6 +290,7 @@ class _Measured:
         seconds = by.clock(args) - begin
         model = by.held_anyway()  # while the block's own parameters are there
         sizes = [n for at, (n, _) in saved.items() if at not in given and at not in model]
+        saved.clear()  # the graph holds `see`: a saved tensor knows what has packed it
         movable = [n for n in sizes if by.movable_from is not None and n >= by.movable_from]
         moving = sum(heapq.nlargest(_ON_THEIR_WAY, movable))
         self._calls[k] = Call(sum(sizes), sum(mine.values()), outside, seconds, sum(movable), moving)
