@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -303,3 +304,27 @@ def test_a_checkpoint_knows_no_ranks_of_experts(before, after, tmp_path):
     _, _, wanted = as_one_process(2)
     for _, norms, found in run_ranks(trained, *after, (2,), str(tmp_path), True):
         same_values(found, wanted)
+
+
+def test_a_recomputed_layer_keeps_the_results_of_its_forward():
+    """Its load-balance loss is the one that counts: not what backward computes again, which nothing holds then."""
+    from torch.utils.checkpoint import checkpoint
+
+    moe, x, made = layer(k=2, noisy_gate_policy="Jitter"), torch.randn(10, HIDDEN, requires_grad=True), []
+    moe.deepspeed_moe.gate.register_forward_hook(lambda module, args, routes: made.append(weakref.ref(routes.balance)))
+
+    def gradients(way):
+        torch.manual_seed(5)
+        out, balance, chosen = way(moe, x)
+        kept = moe.deepspeed_moe.l_aux, moe.deepspeed_moe.exp_counts
+        (out.square().sum() + moe.deepspeed_moe.l_aux).backward()
+        assert all(now is then for now, then in zip((moe.deepspeed_moe.l_aux, moe.deepspeed_moe.exp_counts), kept))
+        assert kept[0] is balance and kept[1] is chosen
+        found, x.grad = [x.grad, moe.deepspeed_moe.gate.wg.weight.grad], None
+        moe.zero_grad()
+        return found
+
+    wanted = gradients(lambda layer, x: layer(x))
+    assert all(map(torch.equal, gradients(lambda layer, x: checkpoint(layer, x, use_reentrant=False)), wanted))
+    assert len(made) == 3, "once, and again"
+    assert [ref() is None for ref in made] == [True, False, True], "the one of the last forward is held"
