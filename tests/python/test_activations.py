@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 
 import pytest
 import tiny
@@ -99,6 +100,50 @@ def test_values_come_back_in_any_order_and_places_are_used_again(tmp_path):
     assert spill.most_bytes == sum(-(-v.nbytes // 4096) * 4096 for v in values)
     assert 0 < spill.bytes_read < spill.bytes_written * 2
     spill.close()
+    spill.close()
+
+
+def test_places_of_values_that_go_in_any_order():
+    """No two overlap, the file is no longer than it must be for the first gap that fits, and nothing is lost."""
+    from deepc.offload.spill import _Places
+
+    draw, places, there, page = random.Random(3), _Places(), {}, 4096
+    for step in range(3000):
+        if there and draw.random() < 0.5:
+            places.give(*there.popitem() if step % 3 else (k := draw.choice(list(there)), there.pop(k)))
+        else:
+            nbytes = draw.choice([1, page, page + 1, draw.randint(1, 20 * page)])
+            begin = places.take(nbytes)
+            assert begin % page == 0 and begin not in there
+            there[begin] = nbytes
+        taken = sorted((b, b + -(-n // page) * page) for b, n in there.items())
+        assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:]))
+        assert places.end == (taken[-1][1] if taken else 0)
+        free = [(a[1], b[0]) for a, b in zip([(0, 0), *taken], taken) if a[1] < b[0]]
+        assert places._gaps == free
+    assert len(there) > 3
+
+
+def test_forwards_that_wait_at_a_time_share_the_file(tmp_path):
+    """The first one's places are used by the third one, and no value is read ahead for another forward."""
+    from deepc.offload.spill import Spill
+
+    spill = Spill(tmp_path, "values")
+    waiting = []
+    for k in range(6):
+        spill.begin()
+        waiting.append(_values(spill, 4))
+        spill.settle()
+        if k >= 2:
+            values, there = waiting.pop(0)
+            before = spill.bytes_read
+            for i in reversed(range(4)):
+                assert torch.equal(there.pop().get(), values[i])
+            assert spill.bytes_read - before == sum(v.nbytes for v in values)
+            assert all(t._coming is None for _, others in waiting for t in others)
+    pages = sum(-(-v.nbytes // 4096) for v in values)
+    assert spill.most_bytes == 3 * 4096 * pages
+    del there, waiting
     spill.close()
 
 

@@ -170,6 +170,75 @@ def test_budgets_are_kept_and_no_bit_differs(world, stages, options, config, in_
         assert counts[0] > counts[-1]
 
 
+def on_disk(rank, world, options, budgets, folder, fast):
+    """As train; and bytes that were written, and the longest file."""
+    from deepc.engine.states.activations import Moves
+
+    told, close = [], Moves.close
+    Moves.measure = lambda self: recompute.Rates(0.0, 0.0, 1e-13) if fast else recompute.Rates(1.0, 1.0, 1.0)
+    Moves.close = lambda self: (told.append((self.spill.bytes_written, self.spill.most_bytes)), close(self))
+    disk = {"deepc": {"activations": {"nvme_path": folder, "min_bytes": 1024}}}
+    found = train(rank, world, 2, options, disk, budgets)
+    return [(*f, *t) for f, t in zip(found, told, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "fast"),
+    [
+        ({}, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ({}, False),
+                ({"schedule": "gpipe"}, True),
+                ({"schedule": "interleaved"}, True),
+                ({"schedule": "zb-h1"}, True),
+            )
+        ),
+    ],
+)
+def test_what_blocks_saved_may_lie_on_disk(options, fast, tmp_path):
+    """Of all micro-batches in flight, whose backwards come in any order."""
+    ranks = run_ranks(train, 2, args=(2, options, {}, [None, "1TB"]))
+    stats = [r[1][3] for r in ranks]
+    least, whole = (max(s[k] for s in stats) for k in ("least_bytes", "whole_bytes"))
+    budget = (least + 3 * whole) // 4
+    again = run_ranks(train, 2, args=(2, options, {}, [least]))
+    bound = run_ranks(on_disk, 2, args=(options, [budget], str(tmp_path), fast))
+    for (none, _), [all_again], [(losses, weights, held, told, written, most)] in zip(ranks, again, bound):
+        room = all_again[2] - all_again[3]["peak_bytes"]  # of gradients and messages, and of a backward's own
+        assert losses == none[0] and all(torch.equal(w, none[1][n]) for n, w in weights.items())
+        assert told["peak_bytes"] <= budget and (told["on_disk"] > 0) == fast * (told["whole_bytes"] > budget)
+        if "zb" not in options.get("schedule", ""):  # gradients of weights that wait are beside it
+            assert held <= budget + room + 0.02 * whole
+        if told["on_disk"]:
+            of_a_forward = written / (2 * MICRO)  # two batches, behind the one that measured
+            assert 0 < most < 1.5 * told["in_flight"] * of_a_forward, "places are used again (they are whole pages)"
+    assert any(r[0][4] for r in bound) == fast
+    assert list(tmp_path.iterdir()) == []
+
+
+def disk_fails(rank, world, folder):
+    """What a rank says when a read of the first one's fails in a backward."""
+    from deepc.errors import DeepcError, DiskError
+    from deepc.offload import spill
+
+    def refuses(self):
+        raise DiskError("[made by the test]")
+
+    if rank == 0:
+        spill.Spilled.get = refuses
+    with pytest.raises(DeepcError) as told:
+        on_disk(rank, world, {}, [61_952], folder, True)
+    return type(told.value).__name__, str(told.value)
+
+
+def test_a_disk_that_fails_breaks_the_batch_off_on_all_ranks(tmp_path):
+    (kind, text), (other, told) = run_ranks(disk_fails, 2, args=(str(tmp_path),))
+    assert kind == "DiskError" and text == "[made by the test]"
+    assert other == "AbortedError" and "in stage 0 of a pipeline, broke off a batch: DiskError: [made by" in told
+
+
 def cut_by_key(rank, world, budgets):
     import deepc
     from test_tensor_parallel import transformer

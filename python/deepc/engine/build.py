@@ -753,8 +753,7 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
             engine.module, engine._config, engine.device, tensor_group(mesh) if mesh.tp > 1 else None
         )
         undo.callback(engine.activations.close)
-        disk = engine.plan.mode != "streamed" and engine.part is None
-        if section.budget is not None and asked.nvme_path and disk:
+        if section.budget is not None and asked.nvme_path and engine.plan.mode != "streamed":
             moves = Moves(asked.nvme_path, asked.min_bytes)
             undo.callback(moves.close)
     except DeepcError as exc:

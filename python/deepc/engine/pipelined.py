@@ -323,6 +323,11 @@ class PipelineEngine(Engine):
             self.events.end("backward", None)
         self._micro_batch_is_done()
 
+    def _backward_pass(self, backward: Callable[[], None]) -> None:
+        """Of a micro-batch. Where a disk breaks it off the batch is broken off, as by any error: other ranks are at
+        other micro-batches, and can't be asked."""
+        self.hooks.run(backward, self.is_gradient_accumulation_boundary(), self.loss_scale)
+
     def _micro_batch_is_done(self) -> None:
         if self.hooks.synchronising and not self.is_gradient_accumulation_boundary():
             self._end_micro_step()

@@ -322,6 +322,10 @@ class Moves:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def begin(self) -> None:
+        """Of a forward."""
+        self.spill.begin()
+
     def measure(self, nbytes: int = 2 << 20, count: int = 12) -> Rates:
         """What the disk does with values like a block's, written one behind the other and read in the reverse order."""
         values = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]

@@ -13,6 +13,7 @@ import torch
 
 from ...core.foreign import private
 from ...errors import ConfigError
+from ...offload.spill import AHEAD
 from ...parallel.axes import AxisGroup, axis_group
 from ...parallel.expert.group import expert_group
 from ...parallel.tensor.group import TensorGroup, tensor_group
@@ -70,6 +71,8 @@ class Recomputation(recomputation.Recomputation):
         self._rates: Rates | None = None
         if moves is not None:
             self.movable_from = moves.least
+        if blocks is not None:  # of a pipeline, where a backward reads while another forward's values are written
+            self.on_their_way += AHEAD
         super().__init__(module, budget, blocks)
 
     @property
@@ -116,6 +119,10 @@ class Recomputation(recomputation.Recomputation):
         *rows, last = told.tolist()
         found = [Call(int(s), int(i), int(o), t, int(m), int(g)) for s, i, o, t, m, g in rows]
         return recomputation.alike(found), int(last[0])
+
+    def begin(self) -> None:
+        if self._moves is not None:
+            self._moves.begin()
 
     def rates(self) -> Rates | None:
         if self._moves is None:

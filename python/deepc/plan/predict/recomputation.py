@@ -26,7 +26,6 @@ from .recompute import Call, Choice, Rates
 
 KEY = "activation_checkpointing.budget"
 _SMALLER = 0.8  # a batch of less than this part of what a plan was made for is measured for itself
-_ON_THEIR_WAY = 4  # values of a block that are written, or read ahead, at a time (offload/spill.py)
 _Shapes = tuple[tuple[int, ...], ...]
 
 _log = logging.getLogger("deepc")
@@ -69,6 +68,7 @@ class Recomputation:
 
     # ---- what an engine knows better ---------------------------------------------------------------------------------
     movable_from: int | None = None  # bytes of a saved value that may go to disk; None: there is no disk
+    on_their_way = 4  # values that are written, or read ahead, at a time (offload/spill.py)
 
     def _refuse(self) -> None:
         """Raises for what can't be recomputed."""
@@ -103,6 +103,9 @@ class Recomputation:
     def for_all(self, shapes: _Shapes) -> _Shapes:
         """What a forward gets, of all ranks that take one choice: none of them gets more."""
         return shapes
+
+    def begin(self) -> None:
+        """A forward begins."""
 
     def rates(self) -> Rates | None:
         """Of the disk; None: there is none."""
@@ -140,6 +143,7 @@ class Recomputation:
 
     @contextlib.contextmanager
     def _forward(self, budget: int, stage: int, shapes: _Shapes) -> Iterator[None]:
+        self.begin()
         plan = self._plan_for(stage, shapes)
         measured = _Measured(self) if plan is None else None
         self._now, self._count = plan or measured, 0
@@ -292,7 +296,7 @@ class _Measured:
         sizes = [n for at, (n, _) in saved.items() if at not in given and at not in model]
         saved.clear()  # the graph holds `see`: a saved tensor knows what has packed it
         movable = [n for n in sizes if by.movable_from is not None and n >= by.movable_from]
-        moving = sum(heapq.nlargest(_ON_THEIR_WAY, movable))
+        moving = _on_their_way(movable, by.on_their_way)
         self._calls[k] = Call(sum(sizes), sum(mine.values()), outside, seconds, sum(movable), moving)
         return out
 
@@ -300,6 +304,14 @@ class _Measured:
         """The calls in order, and the bytes outside of them."""
         calls = [self._calls[k] for k in sorted(self._calls)]
         return alike(calls), sum(n for at, n in self._outside.items() if at not in self._inputs)
+
+
+def _on_their_way(values: list[int], count: int) -> int:
+    """Bytes of the `count` largest of a block's values, or, where it has fewer, of those of several such blocks."""
+    if not values:
+        return 0
+    blocks, rest = divmod(count, len(values))
+    return blocks * sum(values) + sum(heapq.nlargest(rest, values))
 
 
 def alike(calls: list[Call]) -> list[Call]:
