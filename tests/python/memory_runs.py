@@ -9,6 +9,8 @@ folio: the same run had 15 and 44 MiB of them), not on the run.
 
 from __future__ import annotations
 
+import itertools
+
 from ranks import run_ranks
 
 A = dict(width=320, layers=7, vocab=50257, context=256, micro=2)  # 25 M parameters, large vocabulary
@@ -16,6 +18,7 @@ B = dict(width=512, layers=8, vocab=1000, context=512, micro=4)  # 26 M, long co
 C = dict(width=768, layers=6, vocab=8192, context=256, micro=4)  # 49 M
 D = dict(width=256, layers=4, vocab=32000, context=512, micro=4)  # 11 M, logits dominate
 H = dict(width=512, layers=6, vocab=16384, context=256, micro=4, hf=True)  # transformers' GPT-2
+P = dict(H, micro=2, gas=4)  # the same in pipelines
 CASES: dict[str, dict] = {
     "A stage 0, 1 rank, fp32": dict(A, stage=0),
     "A stage 0, 1 rank, bf16": dict(A, stage=0, bf16=True),
@@ -54,6 +57,18 @@ CASES: dict[str, dict] = {
     "H stage 1, 2 ranks, fp32, budget, dropout": dict(H, stage=1, world=2, dropout=0.1, budget="300MB"),
     "H stage 1, 2 tensor ranks, fp32": dict(H, stage=1, world=2, tensor=2),
     "H stage 2, 2 tensor ranks, bf16, accumulation 2": dict(H, stage=2, world=2, tensor=2, bf16=True, gas=2),
+    "H stage 0, 2 stages, 1f1b, fp32": dict(P, stage=0, world=2, stages=2),
+    "H stage 1, 2 stages, gpipe, bf16": dict(P, stage=1, world=2, stages=2, schedule="gpipe", bf16=True),
+    "H stage 2, 2 stages, zb-h1, fp32": dict(P, stage=2, world=2, stages=2, schedule="zb-h1"),
+    "H stage 0, 2 stages, zb-v, bf16": dict(P, stage=0, world=2, stages=2, schedule="zb-v", bf16=True),
+    "H stage 1, 2 stages x 2 ranks, 1f1b, bf16": dict(P, stage=1, world=4, stages=2, bf16=True),
+    "H stage 2, 2 stages x 2 ranks, gpipe, fp32": dict(P, stage=2, world=4, stages=2, schedule="gpipe"),
+    "H stage 3, 2 stages x 2 ranks, 1f1b, fp32": dict(P, stage=3, world=4, stages=2),
+    "H stage 2, 4 stages, gpipe, fp32": dict(P, stage=2, world=4, stages=4, schedule="gpipe"),
+    "B stage 0, 2 stages, 1f1b, fp32": dict(B, stage=0, world=2, stages=2, micro=2, gas=4),
+    "B stage 1, 2 stages, 1f1b, bf16": dict(B, stage=1, world=2, stages=2, micro=2, gas=4, bf16=True),
+    "B stage 2, 2 stages x 2 ranks, zb-h1, fp32": dict(B, stage=2, world=4, stages=2, micro=2, gas=4, schedule="zb-h1"),
+    "B stage 1, 4 stages, gpipe, fp32": dict(B, stage=1, world=4, stages=4, micro=2, gas=4, schedule="gpipe"),
 }
 
 
@@ -108,6 +123,9 @@ def make_config(case: dict) -> dict:
         out["activation_checkpointing"] = {"budget": case["budget"]}
     if case.get("tensor"):
         out["tensor_parallel"] = {"autotp_size": case["tensor"]}
+    if case.get("stages"):
+        out["pipeline"] = {"stages": case["stages"]}
+        out["deepc"] = {"pipeline": {"schedule": case.get("schedule", "1f1b")}}
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
     return out
@@ -147,9 +165,16 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     before = resident()
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
-    engine = deepc.initialize(model=model, config=make_config(case), optimizer=make_optimizer(case))[0]
+    # a model of transformers is cut by what its parameters say, others by the time of a sample
+    sample = batch if case.get("stages") and not case.get("hf") else None
+    engine = deepc.initialize(
+        model=model, config=make_config(case), optimizer=make_optimizer(case), sample_batch=sample
+    )[0]
     out["initialized"] = resident()
     for _ in range(3):
+        if case.get("stages"):
+            engine.train_batch(itertools.repeat(batch))
+            continue
         for _ in range(case.get("gas", 1)):
             loss = loss_of(call_model(engine, batch), batch, None)
             engine.backward(loss)

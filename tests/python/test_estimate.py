@@ -388,7 +388,7 @@ def test_a_dry_run_collects_no_garbage_of_its_parent() -> None:
 def test_the_window_holds_gradients_until_their_buckets_are_open() -> None:
     world, bucket = 2, 8192
     layout = Layout([bucket, 3 * bucket, bucket, bucket], world, bucket)
-    window = dryrun._Window(layout, 2)
+    window = dryrun.Window(layout, 2)
     assert window.add(3) == [] and window.add(2) == []  # buckets 5 and 4, and only 0 and 1 are open
     assert window.add(0) == [0]  # bucket 0 is reduced; 1 and 2 are open
     assert sorted(window.add(1)) == [1, 2, 3]  # 1, 2 and 3 go at once, then the rest

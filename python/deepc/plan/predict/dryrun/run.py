@@ -1,0 +1,224 @@
+"""Steps of a model on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....core import memory
+from ....errors import ArgumentError
+from ..shapes import WithoutValues, Work
+from .gradients import Accumulators, Reducer
+from .heap import ShadowHeap, anonymous_bytes
+from .tracker import make_tracker
+
+if TYPE_CHECKING:
+    from ...layout import Layout
+
+
+def loss_of(output: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
+    """The scalar to call backward on: loss_fn(output, batch), or the output itself, its `.loss`, ["loss"] or first
+    element."""
+    if loss_fn is not None:
+        output = loss_fn(output, batch)
+    elif not isinstance(output, torch.Tensor):
+        if getattr(output, "loss", None) is not None:
+            output = output.loss
+        elif isinstance(output, Mapping) and "loss" in output:
+            output = output["loss"]
+        elif isinstance(output, (tuple, list)) and output:
+            output = output[0]
+    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+        what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ArgumentError(
+            f"the model's output ({what}) is no scalar loss and has none as .loss; give a function of (output, batch) "
+            "that makes it: loss_fn=, or --loss MODULE:FUNCTION of the command"
+        )
+    return output
+
+
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch)."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def first_rows(batch: Any, rows: int) -> Any:
+    """The first `rows` samples of every tensor of a batch (dimension 0)."""
+    from ....core.foreign.private import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, batch)
+
+
+def checkpoint_blocks(model: torch.nn.Module) -> str:
+    """Recomputes the model's repeated blocks in backward (in place): by its own method if it has one, else every
+    element of its largest ModuleList or Sequential. Returns what was done, "" if there is nothing to recompute."""
+    own = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own):
+        with contextlib.suppress(ValueError):  # transformers: this architecture can't
+            own(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return "model.gradient_checkpointing_enable()"
+    from torch.utils.checkpoint import checkpoint
+
+    lists = [
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1
+    ]
+    if not lists:
+        return ""
+    name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    for block in blocks:
+
+        def recomputed(*args: Any, _forward: Any = block.forward, **kwargs: Any) -> Any:
+            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+        block.forward = recomputed
+    return f"torch.utils.checkpoint around each of {name}"
+
+
+class _FakeModel:
+    """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real
+    ones."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mode: Any,
+        tracker: Any,
+        dtype: torch.dtype,
+        trained: list[torch.nn.Parameter],
+        keeps_frozen: bool,
+    ) -> None:
+        self._mode, self._tracker, self._dtype, self._keeps_frozen = mode, tracker, dtype, keeps_frozen
+        self._trained = {id(p) for p in trained}
+        self._swapped: dict[int, torch.Tensor] = {}
+        self._originals: list[torch.Tensor] = []
+        for module in model.modules():
+            tables: tuple[tuple[dict[str, Any], bool], ...] = ((module._parameters, True), (module._buffers, False))
+            for table, trains in tables:
+                for name, value in table.items():
+                    if value is not None:
+                        table[name] = self._fake(value, trains)
+        self.trained = [self._swapped[id(p)] for p in trained]
+        for p in self._originals:
+            if id(p) in self._trained and not _is_fake(p):
+                with contextlib.suppress(RuntimeError):  # memory that torch does not own
+                    p.untyped_storage().resize_(0)
+        self.never_real = [
+            p for p in self._originals if id(p) in self._trained and _is_fake(p)
+        ]  # of a model that was made without memory
+
+    def _fake(self, value: torch.Tensor, parameter: bool) -> torch.Tensor:
+        if id(value) not in self._swapped:
+            dtype = self._dtype if value.is_floating_point() else value.dtype
+            device = value.device if value.device.type != "meta" else torch.device("cpu")
+            with self._mode, torch.no_grad():
+                new = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
+            counted = id(value) in self._trained or dtype == value.dtype or (parameter and not self._keeps_frozen)
+            self._tracker.known(new) if counted else self._tracker.add(new)
+            self._swapped[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
+            self._originals.append(value)  # its id stays taken
+        return self._swapped[id(value)]
+
+
+def _is_fake(t: torch.Tensor) -> bool:
+    from ....core.foreign.private import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def run(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    dtype: torch.dtype,
+    trained: list[torch.nn.Parameter],
+    layout: Layout,
+    slots: int,
+    own_all: bool,
+    leases: bool,
+    acc_color: int,
+    acc_size: int,
+    accumulation: int,
+    steps: int,
+    update: Callable[..., Callable[[], Any]] | None,
+    keeps_frozen: bool,
+    cast_inputs: bool = False,
+    budget: int | None = None,
+) -> dict[str, Any]:
+    """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
+    spoilt.
+
+    trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all,
+    acc_color, acc_size (bytes of an element): of the accumulators, which borrow their memory if `leases` and the heap
+    is there. update(fake parameters, known) makes a function that does a torch optimizer's step on shards, or None.
+    Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
+    "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
+    forward, "gradients" the largest one.
+    """
+    from ....core.foreign.private import FakeTensorMode, tree_map_only
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    heap = ShadowHeap()
+    tracker = make_tracker()(heap)
+    before = anonymous_bytes()
+    fake = _FakeModel(model, mode, tracker, dtype, trained, keeps_frozen)
+    memory.trim_heap()  # as initialize does
+    freed = anonymous_bytes() - before
+    heap.look()
+    heap.rebase(tracker.live)  # what went back to the kernel is in `freed`
+    freed += heap.come_and_go([p.numel() * p.dtype.itemsize for p in fake.never_real])
+    heap.use_core()
+    heap.rebase(tracker.live)
+    sums = Accumulators(heap, layout, own_all, acc_color, acc_size) if leases and heap.in_core else None
+    reducer = Reducer(fake.trained, layout, slots, sums)
+    for i, p in enumerate(fake.trained):
+        p.register_post_accumulate_grad_hook(reducer.hook(i))
+    saved = largest = 0
+    step = update(fake.trained, mode, tracker) if update is not None else None
+    work = Work()
+    again = WithoutValues(model, budget, work)
+    with mode, tracker, contextlib.nullcontext() if budget is None else work:
+        batch = tree_map_only(
+            torch.Tensor,
+            lambda t: torch.empty_strided(
+                t.shape,
+                t.stride(),
+                device=t.device if t.device.type != "meta" else "cpu",
+                dtype=dtype if cast_inputs and t.is_floating_point() else t.dtype,
+            ),
+            batch,
+        )
+        tracker.peak = tracker.live
+        for _ in range(steps):
+            for _ in range(accumulation):
+                reducer.begin()
+                with again.around(batch):
+                    loss = loss_of(call_model(model, batch), batch, loss_fn)
+                if not saved or budget is not None:  # the first forward recomputes all
+                    saved = max(saved, tracker.live)
+                (loss / accumulation if accumulation > 1 else loss).backward()
+                reducer.finish()
+                del loss
+            if step is not None:
+                step()
+            if sums is not None:
+                sums.end()
+    largest = max((p.numel() for p in fake.trained), default=0) * dtype.itemsize
+    return {
+        "freed": freed,
+        "live": tracker.peak,
+        "resident": heap.peak,
+        "saved": saved,
+        "largest_gradient": largest,
+        "at": tracker.peak_op,
+        "malloc": heap.usable,
+        "leased": sums is not None,
+        "guesses": sorted(set(tracker.guesses)),
+    }

@@ -1,0 +1,82 @@
+"""Storages of fake tensors, born and gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....errors import UnsupportedError
+from .heap import ShadowHeap
+
+
+def _guess(func: Any, args: tuple[Any, ...]) -> Any:
+    """What a model gets that asks a fake tensor for a value: masks are full, numbers are 1."""
+    dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else torch.bool
+    if "equal" in str(func) or "nonzero" in str(func) or dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def make_tracker() -> type[Any]:
+    from ....core.foreign.private import TorchDispatchMode, tree_leaves
+
+    class Tracker(TorchDispatchMode):
+        """Follows every storage that an operation makes; each lies in `heap` from its birth to its death."""
+
+        def __init__(self, heap: ShadowHeap) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]  # torch
+            self.heap, self.live, self.peak, self.peak_op, self.op = heap, 0, 0, "", ""
+            self.guesses: list[str] = []
+            self._sizes: dict[int, int] = {}  # of living storages, by their address
+            self._keys: dict[int, int] = {}
+            self._count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            self.op = str(func)
+            if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+                raise UnsupportedError(
+                    f"the model calls the collective {func} in its forward, which a dry run of one rank can't do"
+                )
+            if func in _READS:
+                self.guesses.append(self.op)
+                return _guess(func, args)
+            if (workspace := _WORKSPACE.get(func)) is not None:
+                self.heap.hold(workspace(*args, **(kwargs or {})))
+            out = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.add(leaf)
+            return out
+
+        def known(self, tensor: torch.Tensor) -> None:
+            """`tensor` lies in memory that is counted elsewhere."""
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+        def add(self, tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address in self._sizes:
+                return
+            nbytes = storage.nbytes()
+            self._count += 1
+            self._sizes[address], self._keys[address] = nbytes, self._count
+            self.live += nbytes
+            self.heap.alloc(self._count, nbytes)
+            weakref.finalize(storage, self._gone, address).atexit = False
+            if self.live > self.peak:
+                self.peak, self.peak_op = self.live, self.op
+
+        def _gone(self, address: int) -> None:
+            self.live -= self._sizes.pop(address)
+            self.heap.free(self._keys.pop(address))
+
+    return Tracker
+
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
+_WORKSPACE: dict[Any, Callable[..., int]] = {}  # bytes of a kernel's own buffers, where they matter
