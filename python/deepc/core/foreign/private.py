@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.optim._adafactor import adafactor
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     # A checker sees types of c10d and FSDP only behind their own names.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         "c10d",
         "tree_leaves",
         "tree_map_only",
+        "without_modes",
     ]
 
 
@@ -206,6 +208,12 @@ NAMES = (
         "no memory plan of activations, no flops profiler",
     ),
     Private(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "parallel/simulate: values for one block of a model without values",
+        "2.1",
+        "deepc.estimate can't cut the blocks of a pipeline inside",
+    ),
+    Private(
         "torch.utils._pytree.tree_map_only",
         "plan/predict: tensors inside nested arguments (with tree_leaves)",
         "1.13",
@@ -340,6 +348,7 @@ _LATER = {
     "AllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api", "AllGather"),
     "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "without_modes": ("torch.utils._python_dispatch", "_disable_current_modes"),
     "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
     "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
     "tree_map_only": ("torch.utils._pytree", "tree_map_only"),

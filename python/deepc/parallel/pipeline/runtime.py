@@ -17,8 +17,7 @@ from .deferred import Deferring, Later, Sums
 from .hops import Hops
 from .part import Part
 
-_ACTIVATION, _GRADIENT, _KINDS = 0, 1, 3
-_TIED = 2
+_ACTIVATION, _GRADIENT, _TIED = 0, 1, 2
 
 
 class Forward(Protocol):
@@ -50,11 +49,14 @@ class _Passed(NamedTuple):
 
 
 class Stages:
-    """The stages of this rank. column: the ranks of the pipeline in the default group, first to last."""
+    """The stages of this rank. column: the ranks of the pipeline in the default group, first to last. hops: what
+    carries messages between them, if another does."""
 
-    def __init__(self, part: Part, column: Sequence[int], here: int) -> None:
+    KINDS = 3  # of messages: activations, gradients, ties
+
+    def __init__(self, part: Part, column: Sequence[int], here: int, hops: Hops | None = None) -> None:
         self._part, self._here = part, here
-        self.hops = Hops(column)
+        self.hops = hops or Hops(column)
         self.count = part.order.stages
         self._rank_of = [part.order.rank_of(s) for s in range(self.count)]
         self._passed: dict[tuple[int, int], _Passed] = {}
@@ -163,7 +165,7 @@ class Stages:
     # ---- messages ----------------------------------------------------------------------------------------------------
     def _tag(self, stage: int, micro: int, kind: int) -> int:
         """Of what goes between stages `stage` and `stage + 1`."""
-        return (micro * self.count + stage) * _KINDS + kind
+        return (micro * self.count + stage) * self.KINDS + kind
 
     def _send(self, out: Any, stage: int, micro: int) -> None:
         to = self._rank_of[stage + 1]
@@ -196,10 +198,10 @@ class Stages:
     # ---- ties --------------------------------------------------------------------------------------------------------
     def send_tie(self, index: int, tensor: torch.Tensor, to: int) -> None:
         """Of the tie number `index`."""
-        self.hops.send_tensors([tensor], to, index * _KINDS + _TIED)
+        self.hops.send_tensors([tensor], to, index * self.KINDS + _TIED)
 
     def receive_tie(self, index: int, like: torch.Tensor, source: int) -> torch.Tensor:
-        return self.hops.receive_like([like], source, index * _KINDS + _TIED)[0]
+        return self.hops.receive_like([like], source, index * self.KINDS + _TIED)[0]
 
 
 def _splits(plan: Sequence[Action]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ...plan.predict.estimate import ask, command
 from ...plan.predict.estimate.figures import MemoryEstimate
 from ..tensor.cut import cuts_of
 from ..tensor.group import TensorGroup
+
+if TYPE_CHECKING:
+    from .stages import CutOnPaper
 
 
 class OnPaper(TensorGroup):
@@ -36,16 +39,23 @@ def divide(model: torch.nn.Module, config: Config) -> None:
         cut_model(model, OnPaper(0, ranks), dataclasses.asdict(config.tensor_parallel))
 
 
+def cut(*args: Any) -> CutOnPaper:
+    """The model cut into the stages of a pipeline, as deepc.initialize cuts it."""
+    from .stages import CutOnPaper
+
+    return CutOnPaper(*args)
+
+
 @functools.wraps(ask.estimate)
 def estimate(*args: Any, **kwargs: Any) -> MemoryEstimate:
-    return ask.estimate(*args, divide=divide, **kwargs)
+    return ask.estimate(*args, divide=divide, cut=cut, **kwargs)
 
 
 def run_estimate(args: argparse.Namespace) -> int:
     """`deepc estimate`."""
-    return command.run_estimate(args, divide)
+    return command.run_estimate(args, divide, cut)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """`deepc plan`."""
-    return command.run_plan(args, divide)
+    return command.run_plan(args, divide, cut)

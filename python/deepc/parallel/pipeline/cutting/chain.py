@@ -95,8 +95,34 @@ class Chain(NamedTuple):
         return [p for m in self.modules(unit) for p in m._parameters.values() if p is not None]
 
 
-def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[torch.Tensor]]:
-    """Runs the model once, for evaluation. Returns also the tensors that it returned. ArgumentError if it has no list
+Calls = list[tuple[Any, Any]]  # arguments
+Points = dict[int, list[inside.Point]]
+
+
+def points_of(blocks: list[torch.nn.Module], calls: Calls) -> Points:
+    """Where blocks can be cut inside. Looked for in the first block of each kind, and tried in the others."""
+    kinds: dict[Any, list[inside.Point]] = {}
+    points = {}
+    for i, (block, call) in enumerate(zip(blocks, calls)):
+        kind = kind_of(block)
+        if kind not in kinds:
+            found = kinds[kind] = inside.find(block, *call)
+        else:
+            found = [point for point in kinds[kind] if inside.proves(block, *call, point)]
+        if found:
+            points[i] = found
+    return points
+
+
+def kind_of(block: torch.nn.Module) -> Any:
+    return type(block), tuple((name, p.shape) for name, p in block.named_parameters())
+
+
+def trace(
+    model: torch.nn.Module, run: Callable[[], Any], find: Callable[[list[torch.nn.Module], Calls], Points] = points_of
+) -> tuple[Chain, list[torch.Tensor]]:
+    """Runs the model once, for evaluation. Returns also the tensors that it returned. find: of blocks and what they
+    were called with. ArgumentError if it has no list
     of blocks, each of which gets what the one before returned, with all other parameters used before the first or after
     the last."""
     name, blocks = _longest_list(model)
@@ -109,7 +135,7 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
         )
     order: list[Any] = []  # block numbers, and other modules
     outs: list[Any] = []  # of the blocks
-    calls: list[tuple[Any, Any]] = []  # their arguments
+    calls: Calls = []
     handles = []
     for i, block in enumerate(blocks):
 
@@ -161,25 +187,10 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
     others = [_others(name, i, out, taken) for i, (out, taken) in enumerate(zip(outs, links))]
     with evaluating(model):
         one = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in calls)
-        points = _points(blocks, calls) if one else {}
+        points = find(blocks, calls) if one else {}
     return Chain(
         name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), slots, links, others, points
     ), whole
-
-
-def _points(blocks: list[torch.nn.Module], calls: list[tuple[Any, Any]]) -> dict[int, list[inside.Point]]:
-    """Looked for in the first block of each kind, and tried in the others."""
-    kinds: dict[Any, list[inside.Point]] = {}
-    points = {}
-    for i, (block, call) in enumerate(zip(blocks, calls)):
-        kind = type(block), tuple((name, p.shape) for name, p in block.named_parameters())
-        if kind not in kinds:
-            found = kinds[kind] = inside.find(block, *call)
-        else:
-            found = [point for point in kinds[kind] if inside.proves(block, *call, point)]
-        if found:
-            points[i] = found
-    return points
 
 
 def _slot(call: tuple[Any, Any], slot: int | str) -> Any:

@@ -13,9 +13,14 @@ from .calls import first_tensor, hidden_of, when_gradient_comes
 from .chain import Chain, Unit
 
 
-def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) -> tuple[list[float], set[int]]:
-    """[before, each unit, after]: seconds of one forward and backward of run()'s loss; and the blocks that recompute
-    themselves, which can't be cut inside."""
+def clock(
+    chain: Chain,
+    units: Sequence[Unit],
+    run: Callable[[], torch.Tensor],
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], set[int]]:
+    """[before, each unit, after]: seconds by now() of one forward and backward of run()'s loss; and the blocks that
+    recompute themselves, which can't be cut inside."""
     marks: list[float] = []
     back: dict[int, float] = {}
     handles, recomputed = [], set()
@@ -27,8 +32,8 @@ def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) 
                 recomputed.add(unit.block)
             if len(marks) > i:
                 return  # run again, in backward
-            marks.append(time.perf_counter())
-            when_gradient_comes(first_tensor(args, kwargs), lambda: back.setdefault(i, time.perf_counter()))
+            marks.append(now())
+            when_gradient_comes(first_tensor(args, kwargs), lambda: back.setdefault(i, now()))
 
         at = block if point is None else block.get_submodule(point.name)
         if point is not None and point.outputs:
@@ -38,16 +43,16 @@ def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) 
 
     def ends(_: Any, __: Any, out: Any) -> None:
         if len(marks) == len(units):
-            marks.append(time.perf_counter())
-            when_gradient_comes(hidden_of(out), lambda: back.setdefault(len(units), time.perf_counter()))
+            marks.append(now())
+            when_gradient_comes(hidden_of(out), lambda: back.setdefault(len(units), now()))
 
     handles.append(chain.blocks[-1].register_forward_hook(ends))
     try:
-        began = time.perf_counter()
+        began = now()
         loss = run()
-        turned = time.perf_counter()
+        turned = now()
         loss.backward()
-        ended = time.perf_counter()
+        ended = now()
     finally:
         for handle in handles:
             handle.remove()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,33 +70,44 @@ class CutModel:
         sample: Any,
         loss_fn: Callable[[Any, Any], Any] | None,
     ) -> None:
+        self._open(model, mesh, order, loss_fn, dist.get_rank())
+        batch = self._to_look_at(sample)
+        if mesh.tp == 1:  # else who cut its tensors has
+            take_from_firsts(model, mesh)
+        with torch.random.fork_rng(devices=[]), _buffers_kept(model):
+            self._chain, whole = trace(model, lambda: self._call_whole(batch))
+            units, costs = self._weighed(sample)
+        self._choose(units, costs)
+        self.ties, self.elsewhere = self._share_out()
+        self._take_over()
+        self._prove(batch, whole)
+
+    def _open(
+        self, model: torch.nn.Module, mesh: Mesh, order: Order, loss_fn: Callable[[Any, Any], Any] | None, rank: int
+    ) -> None:
         self.mesh, self.order = mesh, order
         self._model, self._loss_fn = model, loss_fn
         self._without_cache = "use_cache" in inspect.signature(model.forward).parameters
-        dummy = getattr(model, "dummy_inputs", None) if sample is None else None
-        if sample is None and dummy is None:
-            raise ArgumentError(
-                "pipeline.stages: to see how the model runs, initialize needs sample_batch=, a micro-batch as in"
-                " model(*batch) or model(**batch)"
-            )
-        if mesh.tp == 1:  # else who cut its tensors has
-            take_from_firsts(model, mesh)
-        batch = sample if dummy is None else dummy
-        with torch.random.fork_rng(devices=[]), _buffers_kept(model):
-            self._chain, whole = trace(model, lambda: self._call_whole(batch))
-            units, costs = self._weighed(None if dummy is not None else sample)
-        stages = order.stages
-        self._chain, self._units, self._cuts = best(self._chain, units, costs, stages)
-        self._rank_of = [order.rank_of(s) for s in range(stages)]
-        self._here = mesh.coordinates(dist.get_rank()).pp
+        self._rank_of = [order.rank_of(s) for s in range(order.stages)]
+        self._here = mesh.coordinates(rank).pp
         self._running: tuple[int, Any] | None = None
         self._between: torch.Tensor | None = None  # what goes from half to half of the block in which the stage ends
         self._entered = torch.empty(0)  # what that block got
         self._made: dict[str, Any] = {}  # by the modules of it behind which the stage ends
         self.names = further_names(model)
-        self.ties, self.elsewhere = self._share_out()
-        self._take_over()
-        self._prove(batch, whole)
+
+    def _to_look_at(self, sample: Any) -> Any:
+        """The batch with which the model is run once."""
+        batch = sample if sample is not None else getattr(self._model, "dummy_inputs", None)
+        if batch is None:
+            raise ArgumentError(
+                "pipeline.stages: to see how the model runs, initialize needs sample_batch=, a micro-batch as in"
+                " model(*batch) or model(**batch)"
+            )
+        return batch
+
+    def _choose(self, units: list[Unit], costs: list[float]) -> None:
+        self._chain, self._units, self._cuts = best(self._chain, units, costs, self.order.stages)
 
     # ---- cutting -----------------------------------------------------------------------------------------------------
     def _call_whole(self, batch: Any) -> Any:
@@ -120,13 +132,21 @@ class CutModel:
 
         rounds = []
         for _ in range(1 + _ROUNDS):
-            times, recomputed = clock(chain, units, run)
+            times, recomputed = clock(chain, units, run, self._now_s)
             rounds.append(times)
             self._model.zero_grad(set_to_none=True)
         costs = costs_of(chain, units, rounds[1:])
+        total = self._of_all(costs)
+        return joined(units, total, lambda i: () if i in recomputed else range(len(chain.points.get(i, ()))))
+
+    def _now_s(self) -> float:
+        return time.perf_counter()
+
+    def _of_all(self, costs: list[float]) -> list[float]:
+        """The sum over the ranks. Collective."""
         total = torch.tensor(costs, dtype=torch.float64)
         dist.all_reduce(total)
-        return joined(units, total.tolist(), lambda i: () if i in recomputed else range(len(chain.points.get(i, ()))))
+        return total.tolist()
 
     def _share_out(self) -> tuple[list[Tie], frozenset[int]]:
         """Which ranks have a parameter, and what of the model goes to the meta device here."""
@@ -186,10 +206,7 @@ class CutModel:
         for number in dict.fromkeys(unit.block for unit in begun if unit.part):
             self._take_over_inside(number, [unit for unit in begun if unit.block == number and unit.part])
         for module in self._chain.before:
-            here = not any(p.is_meta for p in module._parameters.values() if p is not None)
-            call_instead(
-                module, lambda real, args, kwargs, m=module, here=here: self._before(m, here, real, args, kwargs)
-            )
+            call_instead(module, lambda real, args, kwargs, m=module: self._before(m, real, args, kwargs))
 
     def _take_over_inside(self, number: int, units: Sequence[Unit]) -> None:
         """These units of block `number` begin stages inside of it."""
@@ -256,14 +273,14 @@ class CutModel:
     def _before(
         self,
         module: torch.nn.Module,
-        here: bool,
         real: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """here: its parameters are on this rank. Only the first stage changes buffers."""
+        """Only the first stage changes buffers."""
         if self._now()[0] == 0:
             return real(*args, **kwargs)
+        here = not any(p.device.type == "meta" for p in module._parameters.values() if p is not None)
         with torch.no_grad(), _other_buffers(module, torch.clone if here else to_meta):
             return real(*args, **kwargs) if here else zeros(real(*mapped(args, to_meta), **mapped(kwargs, to_meta)))
 

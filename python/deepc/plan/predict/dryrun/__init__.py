@@ -15,20 +15,26 @@ had 10 to 35 %, because the small objects of autograd, which split the holes, we
 from __future__ import annotations
 
 from .child import forked
-from .gradients import Window, buckets_of_params
+from .gradients import Reducer, Window, buckets_of_params
 from .heap import ShadowHeap, anonymous_bytes, load_compiler
-from .run import call_model, checkpoint_blocks, first_rows, loss_of, run
+from .run import FakeModel, Staged, call_model, checkpoint_blocks, empty_like, first_rows, loss_of, run
+from .tracker import make_tracker
 
 __all__ = [
+    "FakeModel",
+    "Reducer",
     "ShadowHeap",
+    "Staged",
     "Window",
     "anonymous_bytes",
     "buckets_of_params",
     "call_model",
     "checkpoint_blocks",
+    "empty_like",
     "first_rows",
     "forked",
     "load_compiler",
     "loss_of",
+    "make_tracker",
     "run",
 ]

@@ -101,9 +101,17 @@ class _Standstill:
         except OSError:
             return False
         now, seen = time.monotonic(), " ".join([fields[0], *fields[11:13]])
-        if seen != self._seen or fields[0] != "S":
+        if seen != self._seen or fields[0] != "S" or self._has_children():
             self._seen, self._since = seen, now
         return now - self._since >= self._limit_s
+
+    def _has_children(self) -> bool:
+        """It waits for a child of its own then."""
+        with contextlib.suppress(OSError):
+            pid = self._path.split("/")[2]
+            with open(f"/proc/{pid}/task/{pid}/children") as f:
+                return bool(f.read().strip())
+        return False
 
 
 def _child(work: Callable[[], dict[str, Any]], write: int) -> None:

@@ -90,11 +90,22 @@ class Window:
 
 
 class Reducer:
-    """What becomes of gradients: they go when the reducer would let them go, and what they are added to gets memory."""
+    """What becomes of gradients: they go when the reducer would let them go, and what they are added to gets memory.
+    sums_in: they are added up in this dtype instead, and reduced by `flush` (zero/step/hooks.py, a pipeline's)."""
 
-    def __init__(self, params: list[torch.Tensor], layout: Layout, slots: int, sums: Accumulators | None) -> None:
+    def __init__(
+        self,
+        params: list[torch.Tensor],
+        layout: Layout,
+        slots: int,
+        sums: Accumulators | None,
+        sums_in: torch.dtype | None = None,
+    ) -> None:
         self._params, self._sums, self._buckets = params, sums, buckets_of_params(layout)
         self._window = Window(layout, slots) if slots else None
+        self.sums_in = sums_in
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._lent: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         if self._window is not None:
@@ -104,12 +115,43 @@ class Reducer:
         """For the parameter at `index`, when its gradient is there."""
 
         def take(p: torch.Tensor) -> None:
-            if p.grad is not None and not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
-            for i in self._take(index):
-                self._params[i].grad = None
+            if p.grad is not None and self.sums_in is not None:
+                grad, p.grad = p.grad, None
+                self.bring(index, grad)
+                return
+            if p.grad is not None:
+                grad, p.grad = p.grad, None
+                late = self._waiting.pop(index, None)
+                self._lend(index, grad if late is None else grad + late)
 
         return take
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient that waits for the next pass."""
+        late = self._waiting.get(index)
+        if self.sums_in is not None:
+            self._waiting[index] = gradient.to(self.sums_in) if late is None else late.add_(gradient)
+        else:
+            self._waiting[index] = gradient if late is None else late + gradient
+
+    def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """One that is a @ b."""
+        late = self._waiting.get(index)
+        if late is not None and late.dtype == self.sums_in == a.dtype:
+            late.addmm_(a, b)
+        else:
+            self.bring(index, a @ b)
+
+    def flush(self) -> None:
+        """A pass of what waits for one."""
+        self.begin()
+        self.finish()
+
+    def _lend(self, index: int, gradient: torch.Tensor) -> None:
+        self._lent[index] = gradient.contiguous()
+        del gradient
+        for i in self._take(index):
+            self._lent.pop(i, None)
 
     def _take(self, index: int) -> list[int]:
         if self._window is None:
@@ -126,7 +168,8 @@ class Reducer:
                 self._sums.need(b)
 
     def finish(self) -> None:
+        for i in list(self._waiting):
+            self._lend(i, self._waiting.pop(i))
         if self._sums is not None:
             self._sums.finish()
-        for p in self._params:
-            p.grad = None
+        self._lent.clear()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -81,7 +81,29 @@ def checkpoint_blocks(model: torch.nn.Module) -> str:
     return f"torch.utils.checkpoint around each of {name}"
 
 
-class _FakeModel:
+class Staged(Protocol):
+    """A rank's stages of a pipeline. away: ids of parameters of other ranks, which are on the meta device here. copies:
+    of parameters that another rank trains."""
+
+    @property
+    def away(self) -> frozenset[int]: ...
+    @property
+    def copies(self) -> Sequence[torch.nn.Parameter]: ...
+    @property
+    def sums(self) -> bool:
+        """Whether a batch's gradients are added up on their rank before they are reduced."""
+
+    def begin(
+        self, indices: Mapping[int, int], trained: Sequence[Any], copies: Sequence[Any], sums: torch.dtype
+    ) -> None:
+        """Once. indices: of the trained parameters, by their ids. trained, copies: the fake ones in the place of these
+        and of `copies`. sums: what gradients are added up in."""
+
+    def train(self, model: torch.nn.Module, batch: Any, gradients: Reducer, live: Callable[[], int]) -> int:
+        """All micro-batches of a batch. Returns the most that live() said after a forward."""
+
+
+class FakeModel:
     """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real
     ones."""
 
@@ -90,21 +112,27 @@ class _FakeModel:
         model: torch.nn.Module,
         mode: Any,
         tracker: Any,
-        dtype: torch.dtype,
-        trained: list[torch.nn.Parameter],
+        dtype: torch.dtype | None,
+        trained: Sequence[torch.nn.Parameter],
         keeps_frozen: bool,
+        copies: Sequence[torch.nn.Parameter] = (),
+        away: frozenset[int] = frozenset(),
     ) -> None:
+        self._away = away
         self._mode, self._tracker, self._dtype, self._keeps_frozen = mode, tracker, dtype, keeps_frozen
-        self._trained = {id(p) for p in trained}
+        self._trained = {id(p) for p in (*trained, *copies)}
         self._swapped: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in model.modules():
             tables: tuple[tuple[dict[str, Any], bool], ...] = ((module._parameters, True), (module._buffers, False))
             for table, trains in tables:
                 for name, value in table.items():
                     if value is not None:
+                        self._places.append((table, name, value))
                         table[name] = self._fake(value, trains)
         self.trained = [self._swapped[id(p)] for p in trained]
+        self.copies = [self._swapped[id(p)] for p in copies]
         for p in self._originals:
             if id(p) in self._trained and not _is_fake(p):
                 with contextlib.suppress(RuntimeError):  # memory that torch does not own
@@ -113,13 +141,23 @@ class _FakeModel:
             p for p in self._originals if id(p) in self._trained and _is_fake(p)
         ]  # of a model that was made without memory
 
+    def undo(self) -> None:
+        """The model has its own tensors again. Only where none was `trained`."""
+        for table, name, value in self._places:
+            table[name] = value
+
     def _fake(self, value: torch.Tensor, parameter: bool) -> torch.Tensor:
         if id(value) not in self._swapped:
-            dtype = self._dtype if value.is_floating_point() else value.dtype
-            device = value.device if value.device.type != "meta" else torch.device("cpu")
+            dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
+            device = value.device if value.device.type != "meta" or id(value) in self._away else torch.device("cpu")
             with self._mode, torch.no_grad():
                 new = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
-            counted = id(value) in self._trained or dtype == value.dtype or (parameter and not self._keeps_frozen)
+            counted = (
+                id(value) in self._trained
+                or id(value) in self._away
+                or dtype == value.dtype
+                or (parameter and not self._keeps_frozen)
+            )
             self._tracker.known(new) if counted else self._tracker.add(new)
             self._swapped[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
             self._originals.append(value)  # its id stays taken
@@ -151,6 +189,8 @@ def run(
     keeps_frozen: bool,
     cast_inputs: bool = False,
     budget: int | None = None,
+    staged: Staged | None = None,
+    sums_in: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
     spoilt.
@@ -158,17 +198,19 @@ def run(
     trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all,
     acc_color, acc_size (bytes of an element): of the accumulators, which borrow their memory if `leases` and the heap
     is there. update(fake parameters, known) makes a function that does a torch optimizer's step on shards, or None.
+    staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
     forward, "gradients" the largest one.
     """
-    from ....core.foreign.private import FakeTensorMode, tree_map_only
+    from ....core.foreign.private import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     heap = ShadowHeap()
     tracker = make_tracker()(heap)
     before = anonymous_bytes()
-    fake = _FakeModel(model, mode, tracker, dtype, trained, keeps_frozen)
+    copies, away = (staged.copies, staged.away) if staged is not None else ((), frozenset[int]())
+    fake = FakeModel(model, mode, tracker, dtype, trained, keeps_frozen, copies, away)
     memory.trim_heap()  # as initialize does
     freed = anonymous_bytes() - before
     heap.look()
@@ -177,35 +219,24 @@ def run(
     heap.use_core()
     heap.rebase(tracker.live)
     sums = Accumulators(heap, layout, own_all, acc_color, acc_size) if leases and heap.in_core else None
-    reducer = Reducer(fake.trained, layout, slots, sums)
+    reducer = Reducer(fake.trained, layout, slots, sums, sums_in if staged is not None and staged.sums else None)
     for i, p in enumerate(fake.trained):
         p.register_post_accumulate_grad_hook(reducer.hook(i))
-    saved = largest = 0
     step = update(fake.trained, mode, tracker) if update is not None else None
     work = Work()
     again = WithoutValues(model, budget, work)
+    saved = 0
     with mode, tracker, contextlib.nullcontext() if budget is None else work:
-        batch = tree_map_only(
-            torch.Tensor,
-            lambda t: torch.empty_strided(
-                t.shape,
-                t.stride(),
-                device=t.device if t.device.type != "meta" else "cpu",
-                dtype=dtype if cast_inputs and t.is_floating_point() else t.dtype,
-            ),
-            batch,
-        )
+        batch = empty_like(batch, dtype if cast_inputs else None)
+        if staged is not None:
+            indices = {id(p): i for i, p in enumerate(trained)}
+            staged.begin(indices, fake.trained, fake.copies, sums_in)
         tracker.peak = tracker.live
         for _ in range(steps):
-            for _ in range(accumulation):
-                reducer.begin()
-                with again.around(batch):
-                    loss = loss_of(call_model(model, batch), batch, loss_fn)
-                if not saved or budget is not None:  # the first forward recomputes all
-                    saved = max(saved, tracker.live)
-                (loss / accumulation if accumulation > 1 else loss).backward()
-                reducer.finish()
-                del loss
+            if staged is not None:
+                saved = max(saved, staged.train(model, batch, reducer, lambda: tracker.live))
+            else:
+                saved = _micro_batches(model, batch, loss_fn, accumulation, reducer, again, tracker, saved)
             if step is not None:
                 step()
             if sums is not None:
@@ -222,3 +253,42 @@ def run(
         "leased": sums is not None,
         "guesses": sorted(set(tracker.guesses)),
     }
+
+
+def empty_like(batch: Any, floats: torch.dtype | None = None) -> Any:
+    """Tensors of the same shapes, made now. floats: what floating-point ones become."""
+    from ....core.foreign.private import tree_map_only
+
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty_strided(
+            t.shape,
+            t.stride(),
+            device=t.device if t.device.type != "meta" else "cpu",
+            dtype=floats if floats is not None and t.is_floating_point() else t.dtype,
+        ),
+        batch,
+    )
+
+
+def _micro_batches(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    accumulation: int,
+    reducer: Reducer,
+    again: WithoutValues,
+    tracker: Any,
+    saved: int,
+) -> int:
+    """A step's. Returns `saved`: bytes at the end of a first forward."""
+    for _ in range(accumulation):
+        reducer.begin()
+        with again.around(batch):
+            loss = loss_of(call_model(model, batch), batch, loss_fn)
+        if not saved or again.budget is not None:  # the first forward recomputes all
+            saved = max(saved, tracker.live)
+        (loss / accumulation if accumulation > 1 else loss).backward()
+        reducer.finish()
+        del loss
+    return saved

@@ -58,6 +58,8 @@ def make_tracker() -> type[Any]:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
         def add(self, tensor: torch.Tensor) -> None:
+            if tensor.device.type == "meta":  # it has no memory in a real run either
+                return
             storage = tensor.untyped_storage()
             address = storage._cdata
             if address in self._sizes:

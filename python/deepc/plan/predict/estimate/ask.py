@@ -13,7 +13,7 @@ from .figures import MemoryEstimate, changed, from_dict
 from .options import options_of, refusal
 
 if TYPE_CHECKING:
-    from .case import ConfigSource, Divide, Model, OptimizerLike
+    from .case import ConfigSource, Cutter, Divide, Model, OptimizerLike
 
 
 def estimate(
@@ -30,6 +30,7 @@ def estimate(
     suggest: bool = False,
     check: bool = False,
     divide: Divide | None = None,
+    cut: Cutter | None = None,
 ) -> MemoryEstimate:
     """Predicts the peak memory of training `model` with `config` through `steps` steps, before anything of it is
     allocated.
@@ -56,7 +57,9 @@ def estimate(
         raise ArgumentError(f"ranks_per_node {ranks_per_node} and nodes {nodes} must be at least 1")
     world = ranks_per_node * nodes
     parsed = Config.load(config, world_size=world, device_type=torch.device(device).type, allow_auto=True)
-    case = Case(model, parsed, sample_batch, loss_fn, ranks_per_node, nodes, optimizer, device, steps, divide=divide)
+    case = Case(
+        model, parsed, sample_batch, loss_fn, ranks_per_node, nodes, optimizer, device, steps, divide=divide, cut=cut
+    )
     result = from_dict(dryrun.forked(case.work))
     if check or suggest:
         have = memory.available()
@@ -77,6 +80,7 @@ def plan_text(
     optimizer: OptimizerLike | None = None,
     device: str = "cpu",
     divide: Divide | None = None,
+    cut: Cutter | None = None,
 ) -> str:
     """The plan that deepc.initialize would make for these ranks, in words. Arguments as for estimate."""
     import torch
@@ -86,6 +90,6 @@ def plan_text(
     parsed = Config.load(
         config, world_size=ranks_per_node * nodes, device_type=torch.device(device).type, allow_auto=True
     )
-    case = Case(model, parsed, None, None, ranks_per_node, nodes, optimizer, device, 1, divide=divide)
+    case = Case(model, parsed, None, None, ranks_per_node, nodes, optimizer, device, 1, divide=divide, cut=cut)
     text: str = dryrun.forked(case.describe)["text"]
     return text

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 from ....config.rules import default_optimizer
 from ....config.tree import Config
 from ....core import memory
+from ....core.dtypes import dtype as dtype_named
 from ....core.ops import torch_dtype
 from ....errors import ArgumentError, UnsupportedError
 from ....optim.factory import (
@@ -27,13 +28,14 @@ from ....optim.factory import (
 from ...derive import Machine, derive, meta_of
 from ...mesh import Mesh
 from ...plan import SLOTS
-from .figures import MemoryEstimate, Row, changed
+from .figures import MemoryEstimate, Row, changed, from_dict
 from .states import assembled
 
 if TYPE_CHECKING:
     import torch
 
     from ...plan import Plan
+    from .. import dryrun
 
     Model = Union[torch.nn.Module, Callable[[], torch.nn.Module]]  # noqa: UP007
     ConfigSource = Union[str, os.PathLike[str], dict[str, Any], Config]  # noqa: UP007
@@ -51,9 +53,36 @@ class Divide(Protocol):
         """Makes `model` what one rank of a tensor-parallel group holds of it, in place."""
 
 
+class Cutting(Protocol):
+    """A model that is cut into the stages of pipelines. looked: peak of what initialize runs to see how, in bytes."""
+
+    looked: int
+
+    def stage(self, rank: int) -> dryrun.Staged:
+        """Makes the model what a rank of the pipeline holds of it, in place."""
+
+    def describe(self) -> str:
+        """What each stage has of the model."""
+
+
+class Cutter(Protocol):
+    """How a model is cut into stages, without their ranks (parallel/simulate/onpaper.py)."""
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        batch: Any,
+        loss_fn: Callable[..., Any] | None,
+        world: int,
+        dtype: torch.dtype,
+    ) -> Cutting:
+        """batch: a micro-batch. world: data-parallel ranks. dtype: what is trained in."""
+
+
 @dataclass
 class Case:
-    """One question. `work` answers it, in a child. divide: for configurations that divide a model over ranks."""
+    """One question. `work` answers it, in a child. divide, cut: for configurations that divide a model over ranks."""
 
     model: Any
     config: Any
@@ -66,6 +95,12 @@ class Case:
     steps: int
     recompute: bool = False
     divide: Divide | None = None
+    cut: Cutter | None = None
+
+    @property
+    def stages(self) -> int:
+        """Ranks of a pipeline."""
+        return self.config.pipeline.stages or 1
 
     @property
     def tensor(self) -> int:
@@ -81,6 +116,8 @@ class Case:
         from ....nn.fuse import fuse_as_asked
         from .. import dryrun
 
+        if self.stages > 1:
+            return self._work_in_stages()
         loaded = dryrun.load_compiler()  # here already, for the fake tensors
         model, whole, gone = self._make()
         fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
@@ -105,12 +142,91 @@ class Case:
 
     def describe(self) -> dict[str, Any]:
         """The plan in words. In a child as well: the model may be one of fake tensors."""
+        from .. import dryrun
+
+        if self.stages > 1:
+            model = self._whole()
+            cut = self._cut(model)
+            texts = [f"Pipelines of {self.stages} ranks: {cut.describe()}"]
+            for rank in range(self.stages):
+
+                def describe(rank: int = rank) -> dict[str, Any]:
+                    return {"text": self._plan(*self._optimizer(model, cut.stage(rank))).describe()}
+
+                texts.append(f"Stage {rank}, and its data-parallel ranks:\n{dryrun.forked(describe)['text']}")
+            return {"text": "\n".join(texts)}
         text = self._plan(*self._optimizer(self._make()[0])).describe()
         if self.tensor > 1:
             text = (
                 f"The shard of the first of {self.tensor} tensor-parallel ranks, and its data-parallel ranks:\n{text}"
             )
         return {"text": text}
+
+    # ---- pipelines ---------------------------------------------------------------------------------------------------
+    def _work_in_stages(self) -> dict[str, Any]:
+        """Each stage in a child of its own, of what this process has seen of the whole."""
+        from .. import dryrun
+
+        loaded = dryrun.load_compiler()
+        model = self._whole()
+        whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if self.recompute and not dryrun.checkpoint_blocks(model):
+            raise UnsupportedError("the model has no list of blocks to recompute")
+        cut = self._cut(model)
+        each = []
+        for rank in range(self.stages):
+
+            def work(rank: int = rank) -> dict[str, Any]:
+                return self._work_of_stage(model, cut, rank, loaded)
+
+            each.append(from_dict(dryrun.forked(work)))
+        notes = [f"stages: {cut.describe()}"]
+        return over_stages(each, self.ranks_per_node, self.nodes, whole, notes).to_dict()
+
+    def _cut(self, model: torch.nn.Module) -> Cutting:
+        if self.cut is None:
+            raise UnsupportedError(f"pipeline.stages = {self.stages}: ask deepc.estimate, which can cut models")
+        if self.tensor > 1:
+            raise UnsupportedError(
+                f"tensor_parallel.autotp_size = {self.tensor} with pipeline.stages = {self.stages}: an estimate of both"
+                " together does not exist; leave one of the keys out"
+            )
+        if self.device != "cpu":
+            raise UnsupportedError(f"pipeline.stages = {self.stages} on {self.device}: pipelines are for CPUs only")
+        dtype = torch_dtype(dtype_named(self.config.dtype))
+        return self.cut(model, self.config, self.batch, self.loss_fn, self._data_ranks(), dtype)
+
+    def _data_ranks(self) -> int:
+        return self.ranks_per_node * self.nodes // (self.stages * self.tensor)
+
+    def _work_of_stage(self, model: torch.nn.Module, cut: Cutting, rank: int, loaded: int) -> dict[str, Any]:
+        import torch
+
+        from ....nn.fuse import fuse_as_asked
+        from .. import dryrun
+
+        held, before = _bytes(model), dryrun.anonymous_bytes()
+        staged = cut.stage(rank)
+        real = isinstance(self.model, torch.nn.Module)
+        gone = dryrun.anonymous_bytes() - before if real else _bytes(model) - held
+        fuse_as_asked(model, self.config.deepc.fuse)
+        base, named, group_of = self._optimizer(model, staged)
+        found = predict(
+            model,
+            self._plan(base, named, group_of),
+            base,
+            self.config,
+            self.batch,
+            self.loss_fn,
+            named=named,
+            group_of=group_of,
+            steps=self.steps,
+            loaded=loaded,
+            gone=gone,
+            looked=cut.looked,
+            staged=staged,
+        )
+        return found.to_dict()
 
     def _make(self) -> tuple[torch.nn.Module, int, int]:
         """(what the first rank holds of the model, trained parameters of the whole, change of resident memory when the
@@ -121,11 +237,6 @@ class Case:
 
         model, gone = self._whole(), 0
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if (self.config.pipeline.stages or 1) > 1:
-            raise UnsupportedError(
-                f"pipeline.stages = {self.config.pipeline.stages}: an estimate of the stages of a pipeline does not"
-                " exist; leave the key out, and divide what it says of model states by the stages"
-            )
         if self.tensor > 1:
             if self.divide is None:
                 raise UnsupportedError(
@@ -152,10 +263,13 @@ class Case:
             )
         return model
 
-    def _optimizer(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Named, dict[int, int]]:
+    def _optimizer(
+        self, model: torch.nn.Module, staged: dryrun.Staged | None = None
+    ) -> tuple[torch.optim.Optimizer, Named, dict[int, int]]:
         import torch
 
-        named = list(model.named_parameters())
+        away = frozenset() if staged is None else staged.away
+        named = [(n, p) for n, p in model.named_parameters() if id(p) not in away]
         params = [p for _, p in named if p.requires_grad]
         if not params:
             raise ArgumentError("no parameters to train: no parameter of the model requires a gradient")
@@ -171,10 +285,24 @@ class Case:
         return base, named, group_of
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
+        if self.stages > 1:
+            world = self._data_ranks()
+            ranks, nodes = min(world, self.ranks_per_node), -(-world // self.ranks_per_node)
+            if world % ranks or (self.ranks_per_node % ranks and nodes == 1):
+                raise UnsupportedError(
+                    f"{self.ranks_per_node} ranks a node and {world} for each of {self.stages} stages: an estimate of"
+                    " stages that share nodes unevenly does not exist; use a number of ranks a node that one divides"
+                )
+            nodes = 1 if copies_per_node(base, self.config.zero.stage) else nodes
+            mesh = Mesh(dp=ranks * nodes, ranks_per_node=ranks)
+            return self._derived(base, named, group_of, mesh)
         ranks = max(1, self.ranks_per_node // self.tensor)
         # what copies_per_node says every node has all of, cut over its ranks
         nodes = 1 if copies_per_node(base, self.config.zero.stage) else self.nodes
         mesh = Mesh(dp=self.ranks_per_node * nodes // self.tensor, ranks_per_node=ranks)
+        return self._derived(base, named, group_of, mesh)
+
+    def _derived(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int], mesh: Mesh) -> Plan:
         machine = Machine.here(self.device)
         return derive(
             self.config,
@@ -189,7 +317,50 @@ class Case:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
+
+
+def over_stages(
+    each: Sequence[MemoryEstimate], ranks_per_node: int, nodes: int, whole: int, notes: Sequence[str] = ()
+) -> MemoryEstimate:
+    """The estimates of a pipeline's stages as one of all ranks, of the node that needs most. whole: trained parameters
+    of the model."""
+    stages, world = len(each), ranks_per_node * nodes
+    wide = world // stages  # ranks of a stage, next to each other
+    here = [[e for s, e in enumerate(each) if _ranks(s, wide, node, ranks_per_node)] for node in range(nodes)]
+    peaks = [
+        sum(e.rank_peak * _ranks(s, wide, node, ranks_per_node) for s, e in enumerate(each))
+        + sum(e.shared for e in here[node])
+        for node in range(nodes)
+    ]
+    most = here[peaks.index(max(peaks))]
+    dearest = max(most, key=lambda e: e.rank_peak)
+    names = dict.fromkeys(r.name for e in (dearest, *most) for r in e.rows)
+    rows = {r.name: r for r in dearest.rows}
+    shared = {n: sum(r.shared for e in most for r in e.rows if r.name == n) for n in names}
+    told = [f"stage {s} of {stages}: {n}" for s, e in enumerate(each) for n in e.notes]
+    return changed(
+        dearest,
+        world=world,
+        ranks_per_node=ranks_per_node,
+        nodes=nodes,
+        parameters=whole,
+        rows=tuple(replace(rows.get(n, Row(n)), shared=shared[n]) for n in names if n in rows or shared[n]),
+        init_peak=max(e.init_peak for e in each),
+        shared=sum(e.shared for e in most),
+        node_peak=max(peaks),
+        largest_gradient=max(e.largest_gradient for e in each),
+        between_steps=sum(e.between_steps for e in most),
+        backward_bound=sum(e.backward_bound for e in most),
+        stages=tuple(e.rank_peak for e in each),
+        notes=(*notes, *told),
+    )
+
+
+def _ranks(stage: int, wide: int, node: int, ranks_per_node: int) -> int:
+    """Of a stage, `wide` in all, on a node."""
+    first, begin = stage * wide, node * ranks_per_node
+    return max(0, min(first + wide, begin + ranks_per_node) - max(first, begin))
 
 
 def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
@@ -226,10 +397,13 @@ def predict(
     steps: int = 3,
     loaded: int = 0,
     gone: int = 0,
+    looked: int = 0,
+    staged: dryrun.Staged | None = None,
 ) -> MemoryEstimate:
     """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt.
     loaded: what torch's compiler takes, which torch's own optimizers and its checkpoint import, and nothing else. gone:
-    change of resident memory before, when the model was divided over ranks."""
+    change of resident memory before, when the model was divided over ranks. looked: peak of what was run for that.
+    staged: how a batch goes through the rank's stages of a pipeline."""
     from ....core.foreign.private import has_checkpointed
     from ....optim.states.dense import Optimizer
     from .. import dryrun
@@ -263,11 +437,13 @@ def predict(
             keeps_frozen=plan.stage < 3,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
             budget=config.activation_checkpointing.budget,
+            staged=staged,
+            sums_in=torch_dtype(plan.accumulator),
         )
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0
     moments = moments_of(base) if core else 0
-    return assembled(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base), gone)
+    return assembled(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base), gone, looked)
 
 
 def _torch_update(

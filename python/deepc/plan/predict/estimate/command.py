@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .case import Divide
+    from .case import Cutter, Divide
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run_estimate(args: argparse.Namespace, divide: Divide | None = None) -> int:
+def run_estimate(args: argparse.Namespace, divide: Divide | None = None, cut: Cutter | None = None) -> int:
     """`deepc estimate`. Exit code 1: it does not fit here."""
     import json
 
@@ -104,13 +104,14 @@ def run_estimate(args: argparse.Namespace, divide: Divide | None = None) -> int:
         steps=args.steps,
         suggest=args.suggest,
         divide=divide,
+        cut=cut,
     )
     result = changed(result, available=result.available if result.available is not None else memory.available())
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0 if result.fits else 1
 
 
-def run_plan(args: argparse.Namespace, divide: Divide | None = None) -> int:
+def run_plan(args: argparse.Namespace, divide: Divide | None = None, cut: Cutter | None = None) -> int:
     """`deepc plan`."""
     if args.schedule:
         return timeline.run(args)
@@ -125,7 +126,9 @@ def run_plan(args: argparse.Namespace, divide: Divide | None = None) -> int:
             "give --config and --model, or --cluster and --model, or --schedule. For example: deepc plan --config"
             " ds_config.json --model train.py:make_model"
         )
-    print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes, divide=divide))
+    print(
+        plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes, divide=divide, cut=cut)
+    )
     return 0
 
 

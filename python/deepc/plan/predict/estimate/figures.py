@@ -38,7 +38,8 @@ class MemoryEstimate:
     initialize moves the model. activations: held for backward after the forward; live_peak: most that tensors of a
     micro-step hold at once; heap_peak: most that the C library's heap keeps resident for them. between_steps: model
     states of a node. backward_bound: the most that a node holds of model states and gradients during backward. tensor:
-    ranks that share a model's tensors (figures are the first one's). available: what the node has left, None if not
+    ranks that share a model's tensors (figures are the first one's). stages: peaks of the ranks of each stage of a
+    pipeline (the other figures are the dearest one's, and the node's). available: what the node has left, None if not
     asked. known: False without a sample batch (activations are not included then).
     """
 
@@ -63,6 +64,7 @@ class MemoryEstimate:
     backward_bound: int
     known: bool
     tensor: int = 1
+    stages: tuple[int, ...] = ()
     steps: int = 3
     available: int | None = None
     notes: tuple[str, ...] = ()
@@ -82,6 +84,7 @@ class MemoryEstimate:
 
     def _lines(self) -> list[str]:
         ranks = f"{self.world} rank{'s' * (self.world > 1)}" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        ranks += f" in pipelines of {len(self.stages)}, the dearest stage" if self.stages else ""
         ranks += f", {self.tensor} of them share a model's tensors" if self.tensor > 1 else ""
         out = [
             f"memory: ZeRO stage {self.stage}, {ranks}, {self.parameters:,} parameters trained in {self.dtype}, on"
@@ -99,9 +102,11 @@ class MemoryEstimate:
             f"  {'peak' if self.known else 'peak without activations':<44}{self.rank_peak / MIB:>12.1f}{self.shared / MIB:>22.1f}"  # noqa: E501
             + (f"{self.device_peak / MIB:>12.1f}" if device else "")
         )
+        if self.stages:
+            out.append("  ranks of each stage: " + ", ".join(f"{n / MIB:.1f}" for n in self.stages) + " MiB")
+        each = f"{self.ranks_per_node} {'ranks' if self.stages else f'x {self.rank_peak / MIB:.1f}'}"
         out.append(
-            f"  node: {self.ranks_per_node} x {self.rank_peak / MIB:.1f} + {self.shared / MIB:.1f} ="
-            f" {self.node_peak / MIB:.1f} MiB"
+            f"  node: {each} + {self.shared / MIB:.1f} = {self.node_peak / MIB:.1f} MiB"
             + (
                 ""
                 if self.available is None
@@ -133,5 +138,11 @@ def changed(e: MemoryEstimate, **changes: Any) -> MemoryEstimate:
 def from_dict(d: dict[str, Any]) -> MemoryEstimate:
     d = {k: v for k, v in d.items() if k != "fits"}
     return MemoryEstimate(
-        **{**d, "rows": tuple(Row(**r) for r in d["rows"]), "notes": tuple(d["notes"]), "options": ()}
+        **{
+            **d,
+            "rows": tuple(Row(**r) for r in d["rows"]),
+            "notes": tuple(d["notes"]),
+            "stages": tuple(d["stages"]),
+            "options": (),
+        }
     )

@@ -114,7 +114,9 @@ def assembled(
     steps: int,
     state_bytes: int = 1024,
     gone: int = 0,
+    looked: int = 0,
 ) -> MemoryEstimate:
+    """looked: the peak of what initialize runs before it makes the plan."""
     leased = run is not None and run["leased"]
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
@@ -127,7 +129,7 @@ def assembled(
     copy_ = (
         largest * 4 if plan.has_master and plan.world > 1 else 0
     )  # one parameter at a time goes to all ranks in fp32
-    init = (early + copy_ if not gpu else 0) + loaded
+    init = max(looked, early + copy_ + min(0, gone) if not gpu else 0) + loaded
     rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
     live = heap = saved = 0
     if run is not None and gpu:

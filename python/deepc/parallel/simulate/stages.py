@@ -1,0 +1,250 @@
+"""Pipelines on paper, for estimates: how a model would be cut into stages, and a batch through the stages of one rank
+with messages that have shapes alone. In a child that is thrown away (plan/predict/dryrun)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.foreign import private
+from ...plan.mesh import Mesh
+from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
+from ...plan.predict.shapes import Work
+from ...plan.schedule import Order
+from ..pipeline.cutting import chain
+from ..pipeline.cutting.calls import mapped
+from ..pipeline.cutting.inside import Point
+from ..pipeline.cutting.model import CutModel
+from ..pipeline.hops import Hops
+from ..pipeline.runtime import Stages
+
+if TYPE_CHECKING:
+    from ...config.tree import Config
+    from ...plan.predict.dryrun import Reducer
+    from ..pipeline.part import Part
+
+Template = list[tuple[tuple[int, ...], torch.dtype, bool] | None]  # shapes, dtypes, whether a gradient comes back
+
+
+class HopsOnPaper(Hops):
+    """What a rank sends is kept until it sends again: the receiver has read it by then. What it receives has the shapes
+    of `boundaries`, (is it a tuple, its tensors) of what goes from each stage but the last to the next."""
+
+    def __init__(self, boundaries: Sequence[tuple[bool, Template]], stage_of_tag: Callable[[int], int]) -> None:
+        super().__init__(())
+        self._boundaries, self._stage_of_tag = boundaries, stage_of_tag
+
+    def receive(self, source: int, tag: int) -> Any:
+        several, template = self._boundaries[self._stage_of_tag(tag)]
+        out = [None if t is None else torch.empty(t[0], dtype=t[1]).requires_grad_(t[2]) for t in template]
+        return tuple(out) if several else out[0]
+
+    def finish(self) -> None:
+        self._under_way.clear()
+
+    def _start(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        if tensor.numel():
+            self._under_way = [tensor.contiguous()]
+
+    def _take(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
+        return tensor
+
+
+class StageOnPaper:
+    """What the engine (engine/pipelined.py) does with a rank's stages, for plan/predict/dryrun.
+
+    part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks."""
+
+    def __init__(
+        self, part: Part, rank: int, micro_batches: int, world: int, boundaries: Sequence[tuple[bool, Template]]
+    ) -> None:
+        count = part.order.stages
+        hops = HopsOnPaper(boundaries, lambda tag: tag // Stages.KINDS % count)
+        self._part, self._micro_batches = part, micro_batches
+        self._stages = Stages(part, range(part.mesh.pp), rank, hops)
+        self.away = part.elsewhere
+        self.sums = world > 1 or part.order.chunks > 1 or self._stages.splits(micro_batches)
+        ties = [(t, t.parameter) for t in part.ties if t.parameter is not None]
+        self.copies = [p for t, p in ties if rank in t.holders]
+        self._lent = [(p, len(t.holders)) for t, p in ties if t.owner == rank]
+        self._copied: dict[int, torch.Tensor] = {}  # the sums of the copies' gradients
+
+    # ---- of the dry run ----------------------------------------------------------------------------------------------
+    def begin(
+        self,
+        indices: Mapping[int, int],
+        trained: Sequence[torch.nn.Parameter],
+        copies: Sequence[Any],
+        sums: torch.dtype,
+    ) -> None:
+        """Once. indices: of the parameters that are trained here, by their ids; trained, copies: what stands for them
+        and for `copies` now. sums: what gradients are added up in."""
+        self._sums_in, self._copies = sums, copies
+        self._indices = {id(p): i for i, p in enumerate(trained)}
+        self._lent_here = [(trained[indices[id(p)]], holders) for p, holders in self._lent]
+        for i, p in enumerate(copies):
+            p.register_post_accumulate_grad_hook(functools.partial(self._add_copied, i))
+        self._spread_ties()
+
+    def train(self, model: torch.nn.Module, batch: Any, gradients: Reducer, live: Callable[[], int]) -> int:
+        """All micro-batches of a batch. Returns the most that live() said after a forward."""
+        self._model, self._gradients, self._live, self._saved = model, gradients, live, 0
+        self._stages.train(self, [batch] * self._micro_batches, self._indices)
+        for i, p in enumerate(self._copies):
+            none = torch.zeros(p.shape, dtype=self._sums_in)
+            self._stages.send_tie(i, self._copied.pop(i, none), 0)
+            del none
+        if self.sums:
+            self._take_copied()
+        self._stages.hops.finish()
+        if self.sums:
+            gradients.flush()
+        self._spread_ties()
+        return self._saved
+
+    # ---- of the runtime (parallel/pipeline/runtime.py) ---------------------------------------------------------------
+    def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
+        model = self._model
+        out = self._part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
+        self._saved = max(self._saved, self._live())
+        return out
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        self._pass((loss / self._micro_batches).backward)
+
+    def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        if outputs:
+            self._pass(lambda: torch.autograd.backward(list(outputs), list(gradients)))
+
+    def last_backward_comes(self) -> None:
+        if not self.sums:
+            self._take_copied()
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        self._gradients.bring(index, gradient)
+
+    def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._gradients.bring_product(index, a, b)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def _pass(self, backward: Callable[[], None]) -> None:
+        if self.sums:
+            backward()
+            return
+        self._gradients.begin()
+        backward()
+        self._gradients.finish()
+
+    def _add_copied(self, i: int, p: torch.Tensor) -> None:
+        if p.grad is not None:
+            grad, p.grad = p.grad.to(self._sums_in), None
+            self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
+
+    def _take_copied(self) -> None:
+        for p, holders in self._lent_here:
+            like = torch.empty(p.shape, dtype=self._sums_in)
+            for _ in range(holders):
+                self._gradients.bring(self._indices[id(p)], self._stages.receive_tie(0, like, 0))
+
+    def _spread_ties(self) -> None:
+        """Copies get new values, and new memory with them."""
+        for p in self._copies:
+            p.data = self._stages.receive_tie(0, torch.empty(p.shape, dtype=p.dtype), 0)
+
+
+class CutOnPaper(CutModel):
+    """A model cut as CutModel cuts it, on tensors without values. What costs time there is arithmetic here; the model
+    is whole until `stage` is asked for that of a rank. batch: a micro-batch. looked: bytes of the peak of what
+    initialize runs to see how the model is to be cut. dtype: what it is trained in."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        world: int,
+        dtype: torch.dtype,
+    ) -> None:
+        asked, self._world = config.deepc.pipeline, world
+        order = Order.of(asked.schedule, config.pipeline.stages or 1, asked.chunks)
+        self._open(model, Mesh(pp=order.ranks, dp=world), order, loss_fn, 0)
+        self._micro_batches, self._work, self.looked = config.gradient_accumulation_steps or 1, Work(), 0
+        dummy = getattr(model, "dummy_inputs", None)
+        with self._without_values(None) as heap:
+            given = empty_like(self._to_look_at(batch if dummy is None else dummy))
+            heap.rebase(0)
+            self._chain, _ = chain.trace(model, lambda: self._call_whole(given), _points)
+            with self._work:
+                units, costs = self._weighed(given if dummy is None else None)
+            self.looked = heap.peak
+        self._choose(units, costs)
+        self._take_over()
+        self._boundaries: list[tuple[bool, Template]] = []
+        if batch is not None:
+            with self._without_values(dtype):
+                casts = config.fp16.enabled and config.fp16.auto_cast
+                self._look_at_boundaries(empty_like(batch, dtype if casts else None))
+
+    def stage(self, rank: int) -> StageOnPaper:
+        """That of a rank of the pipeline. The model is spoilt: what is another's is on the meta device."""
+        self._here = rank
+        self.ties, self.elsewhere = self._share_out()
+        return StageOnPaper(self, rank, self._micro_batches, self._world, self._boundaries)
+
+    @contextlib.contextmanager
+    def _without_values(self, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
+        """The model's tensors have none, and are in this dtype (None: in their own)."""
+        heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
+        tracker = make_tracker()(heap)
+        fake = FakeModel(self._model, mode, tracker, dtype, (), False)
+        heap.look()
+        try:
+            with mode, tracker:
+                yield heap
+        finally:
+            fake.undo()
+            del fake
+            gc.collect()
+
+    def _look_at_boundaries(self, batch: Any) -> None:
+        received: Any = None
+        for stage in range(self.order.stages - 1):
+            out = self.run(lambda args, kwargs: self._model(*args, **kwargs), stage, received, batch)
+            tensors = out if isinstance(out, tuple) else (out,)
+            template = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+            self._boundaries.append((isinstance(out, tuple), template))
+            received = mapped(out, lambda t: t.detach().requires_grad_(t.requires_grad))
+
+    def _now_s(self) -> float:
+        return self._work.seconds
+
+    def _of_all(self, costs: list[float]) -> list[float]:
+        return costs
+
+
+def _points(blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
+    """Where blocks can be cut inside is seen by their values: one block of each kind gets some for that."""
+    kinds: dict[Any, list[Point]] = {}
+    points = {}
+    for i, (block, call) in enumerate(zip(blocks, calls)):
+        if (kind := chain.kind_of(block)) not in kinds:
+            with private.without_modes(), torch.random.fork_rng(devices=[]):
+                tensors = [*block.parameters(), *block.buffers()]
+                real = copy.deepcopy(block, {id(t): _with_values(t) for t in tensors})
+                kinds[kind] = chain.points_of([real], [mapped(call, _with_values)]).get(0, [])
+        if kinds[kind]:
+            points[i] = kinds[kind]
+    return points
+
+
+def _with_values(t: torch.Tensor) -> torch.Tensor:
+    floats = t.dtype.is_floating_point
+    made = torch.randn(t.shape, dtype=t.dtype) * 0.1 if floats else torch.zeros(t.shape, dtype=t.dtype)
+    return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
