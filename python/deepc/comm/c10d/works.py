@@ -9,6 +9,7 @@ import datetime
 import os
 import threading
 import time
+import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
 
@@ -304,10 +305,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Messages:
-    """The messages of one process group that are under way."""
+    """The messages of one process group that are under way. The mover has them until they are finished: here they
+    would keep what was sent until the next message."""
 
     def __init__(self) -> None:
-        self._sends: collections.deque[Message] = collections.deque()
+        self._sends: collections.deque[weakref.ref[Message]] = collections.deque()
 
     def add(self, message: Message, keep: bool) -> None:
         """keep: a send, which closing the group has to wait for, whoever has dropped its Work."""
@@ -315,9 +317,9 @@ class Messages:
             return
         _mover.add(message)
         if keep:
-            while self._sends and self._sends[0].finished:
+            while self._sends and ((first := self._sends[0]()) is None or first.finished):
                 self._sends.popleft()
-            self._sends.append(message)
+            self._sends.append(weakref.ref(message))
 
     def flush(self, seconds: float | None) -> None:
         """Waits until the sends are out (None: with their own time-outs). Errors are their callers', who have been told
@@ -326,8 +328,10 @@ class Messages:
         while self._sends:
             left = 0.0 if end is None else end - time.monotonic()
             if end is None or left > 0:
-                with contextlib.suppress(Exception):
-                    self._sends.popleft().wait(datetime.timedelta(seconds=left))
+                message = self._sends.popleft()()
+                if message is not None:
+                    with contextlib.suppress(Exception):
+                        message.wait(datetime.timedelta(seconds=left))
             else:
                 self._sends.clear()
 

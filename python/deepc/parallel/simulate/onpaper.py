@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +40,18 @@ def divide(model: torch.nn.Module, config: Config) -> None:
         cut_model(model, OnPaper(0, ranks), dataclasses.asdict(config.tensor_parallel))
 
 
-def cut(*args: Any) -> CutOnPaper:
+def cut(
+    model: torch.nn.Module,
+    config: Config,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    world: int,
+    dtype: torch.dtype,
+) -> CutOnPaper:
     """The model cut into the stages of a pipeline, as deepc.initialize cuts it."""
     from .stages import CutOnPaper
 
-    return CutOnPaper(*args)
+    return CutOnPaper(model, config, batch, loss_fn, world, dtype)
 
 
 @functools.wraps(ask.estimate)

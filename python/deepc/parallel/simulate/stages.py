@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core import memory
 from ...core.foreign import private
 from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
@@ -191,6 +192,7 @@ class CutOnPaper(CutModel):
             with self._without_values(dtype):
                 casts = config.fp16.enabled and config.fp16.auto_cast
                 self._look_at_boundaries(empty_like(batch, dtype if casts else None))
+        memory.trim_heap()  # what is freed from here on is the model's
 
     def stage(self, rank: int) -> StageOnPaper:
         """That of a rank of the pipeline. The model is spoilt: what is another's is on the meta device."""
