@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -169,12 +170,14 @@ def ranks_to_share(model: torch.nn.Module, source: Any) -> int:
 
 
 def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any], device: torch.device) -> Part | None:
-    """What of the model is this rank's, where the ranks make pipelines. Takes sample_batch and loss_fn out of `given`
-    where it uses them. Collective."""
+    """What of the model is this rank's, where the ranks make pipelines. Takes loss_fn out of `given` where it uses it.
+    Collective."""
     import torch.distributed as dist
 
     if isinstance(model, PipelineModule):
         model.mesh = mesh_asked(config, model.mesh.pp)
+        if config.pipeline.activation_checkpoint_interval:
+            model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         return model
     if (stages := config.pipeline.stages or 1) == 1:
         return None
@@ -184,8 +187,8 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any], devic
     asked = config.deepc.pipeline
     mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
     mesh = connected(model, mesh_asked(config, stages), device)
-    sample, loss_fn = given.pop("sample_batch", None), given.pop("loss_fn", None)
-    return CutModel(model, mesh, Order.of(asked.schedule, stages, asked.chunks), sample, loss_fn)
+    order, loss_fn = Order.of(asked.schedule, stages, asked.chunks), given.pop("loss_fn", None)
+    return CutModel(model, mesh, order, given.get("sample_batch"), loss_fn)
 
 
 def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
@@ -600,6 +603,13 @@ def predict_memory(
     refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
     if given.sample_batch is None:
         return
+    staged, stage = None, engine.mesh.coordinates(engine.everyone.rank).pp
+    if engine.part is not None:
+        from ..parallel.simulate.stages import on_paper
+
+        staged = functools.partial(
+            on_paper, engine.part, engine.module, stage, engine._config, engine.world_size, engine.dtype
+        )
     engine.memory_plan = check_plan(
         engine.plan,
         engine.module,
@@ -611,6 +621,8 @@ def predict_memory(
         given.sample_batch,
         given.loss_fn,
         engine.group.leader,
+        stage,
+        staged,
     )
     say(engine, str(engine.memory_plan))
     engine.first_step = FirstStep(engine.memory_plan)

@@ -18,7 +18,6 @@ from ..comm.groups import abort
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from ..parallel.expert.group import expert_group
-from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..parallel.tensor.group import tensor_group
@@ -56,8 +55,6 @@ class PipelineEngine(Engine):
         for p in model.parameters():  # what stands for other stages' says which dtype comes of them (rotary angles)
             if p.is_meta and p.is_floating_point():
                 p.data = p.data.to(self.dtype)
-        if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
-            model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
         shares = self.world_size > 1 or self.shared_gradients is not None

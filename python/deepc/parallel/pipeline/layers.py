@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ...comm import start
-from ...errors import ArgumentError, ConfigError
+from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
 from ..tensor.rules import tp_model_init
@@ -189,6 +189,35 @@ class PipelineModule(torch.nn.Module):
             yield
         finally:
             self._running = self.stages
+
+    @contextlib.contextmanager
+    def all_layers(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, the layers of other ranks are here too, in `dtype`: for a dry run, in which tensors have no memory.
+        UnsupportedError where one of them was given as a module, which only its rank has."""
+        mine, tied = dict(self._calls), {key: self.tied_modules[key] for key in self.tied_modules}
+        try:
+            for i, spec in enumerate(self._specs):
+                if i in mine:
+                    continue
+                if spec is None:
+                    raise UnsupportedError(
+                        f"layer {i} of this PipelineModule is another rank's, and was given as a module: a dry run"
+                        " can't make it; give it as a LayerSpec"
+                    )
+                self._calls[i] = self._elsewhere(i, spec, dtype, tied)
+            yield
+        finally:
+            self._calls = mine
+
+    def _elsewhere(
+        self, index: int, layer: Layer, dtype: torch.dtype, tied: dict[str, torch.nn.Module]
+    ) -> Callable[[Any], Any]:
+        if not isinstance(layer, LayerSpec):
+            return layer  # type: ignore[no-any-return]  # a function
+        if not isinstance(layer, TiedLayerSpec):
+            return self._built(index, layer).to(dtype)
+        module, forward = tied.setdefault(layer.key, self._built(index, layer).to(dtype)), layer.forward_fn
+        return module if forward is None else lambda x: forward(module, x)
 
     # ---- as a part of a pipeline (part.py) ---------------------------------------------------------------------------
     wants_batch = False

@@ -1,5 +1,5 @@
 """What one rank holds of a model that tensor parallelism divides, without the other ranks: for estimates, in a child
-that is thrown away (plan/predict/dryrun.py)."""
+that is thrown away (plan/predict/dryrun)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config.tree import Config
+from ...errors import UnsupportedError
 from ...plan.predict.estimate import ask, command
 from ...plan.predict.estimate.figures import MemoryEstimate
+from ..pipeline.layers import PipelineModule
 from ..tensor.cut import cuts_of
 from ..tensor.group import TensorGroup
 
@@ -56,6 +58,12 @@ def cut(
 
 @functools.wraps(ask.estimate)
 def estimate(*args: Any, **kwargs: Any) -> MemoryEstimate:
+    model = args[0] if args else kwargs.get("model")
+    if isinstance(model, PipelineModule) and model.num_stages > 1:
+        raise UnsupportedError(
+            f"a PipelineModule(num_stages={model.num_stages}) has the layers of its rank alone, so that one process"
+            " can't estimate all stages; its ranks do, by deepc.initialize(sample_batch=(inputs, labels))"
+        )
     return ask.estimate(*args, divide=divide, cut=cut, **kwargs)
 
 

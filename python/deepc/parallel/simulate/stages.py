@@ -23,6 +23,7 @@ from ..pipeline.cutting.calls import mapped
 from ..pipeline.cutting.inside import Point
 from ..pipeline.cutting.model import CutModel
 from ..pipeline.hops import Hops
+from ..pipeline.layers import PipelineModule
 from ..pipeline.runtime import Stages
 
 if TYPE_CHECKING:
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
     from ...plan.predict.dryrun import Reducer
     from ..pipeline.part import Part
 
-Template = list[tuple[tuple[int, ...], torch.dtype, bool] | None]  # shapes, dtypes, whether a gradient comes back
+# What goes from a stage to the next: is it a tuple, and its tensors' shapes, dtypes, whether a gradient comes back.
+Boundary = tuple[bool, list[tuple[tuple[int, ...], torch.dtype, bool] | None]]
 
 
 class HopsOnPaper(Hops):
     """What a rank sends is kept until it sends again: the receiver has read it by then. What it receives has the shapes
-    of `boundaries`, (is it a tuple, its tensors) of what goes from each stage but the last to the next."""
+    of `boundaries`, of each stage but the last."""
 
-    def __init__(self, boundaries: Sequence[tuple[bool, Template]], stage_of_tag: Callable[[int], int]) -> None:
+    def __init__(self, boundaries: Sequence[Boundary], stage_of_tag: Callable[[int], int]) -> None:
         super().__init__(())
         self._boundaries, self._stage_of_tag = boundaries, stage_of_tag
 
@@ -62,19 +64,25 @@ class StageOnPaper:
 
     part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks."""
 
-    def __init__(
-        self, part: Part, rank: int, micro_batches: int, world: int, boundaries: Sequence[tuple[bool, Template]]
-    ) -> None:
+    def __init__(self, part: Part, rank: int, micro_batches: int, world: int, boundaries: Sequence[Boundary]) -> None:
         count = part.order.stages
         hops = HopsOnPaper(boundaries, lambda tag: tag // Stages.KINDS % count)
-        self._part, self._micro_batches = part, micro_batches
-        self._stages = Stages(part, range(part.mesh.pp), rank, hops)
+        self._part, self._stages = part, Stages(part, range(part.mesh.pp), rank, hops)
         self.away = part.elsewhere
         self.sums = world > 1 or part.order.chunks > 1 or self._stages.splits(micro_batches)
+        self._micro_batches = self._that_matter(micro_batches)
         ties = [(t, t.parameter) for t in part.ties if t.parameter is not None]
         self.copies = [p for t, p in ties if rank in t.holders]
         self._lent = [(p, len(t.holders)) for t, p in ties if t.owner == rank]
         self._copied: dict[int, torch.Tensor] = {}  # the sums of the copies' gradients
+
+    def _that_matter(self, micro_batches: int) -> int:
+        """So many that what is in flight at once is what it is with all of them: more add time to a dry run alone."""
+        ranks = self._part.mesh.pp
+        for some in range(2 * ranks, micro_batches, ranks):  # interleaved stages take whole rounds of them
+            if self._stages.in_flight(some) == self._stages.in_flight(micro_batches):
+                return some
+        return micro_batches
 
     # ---- of the dry run ----------------------------------------------------------------------------------------------
     def begin(
@@ -178,7 +186,7 @@ class CutOnPaper(CutModel):
         self._open(model, Mesh(pp=order.ranks, dp=world), order, loss_fn, 0)
         self._micro_batches, self._work, self.looked = config.gradient_accumulation_steps or 1, Work(), 0
         dummy = getattr(model, "dummy_inputs", None)
-        with self._without_values(None) as heap:
+        with _without_values(model, None) as heap:
             given = empty_like(self._to_look_at(batch if dummy is None else dummy))
             heap.rebase(0)
             self._chain, _ = chain.trace(model, lambda: self._call_whole(given), _points)
@@ -187,11 +195,9 @@ class CutOnPaper(CutModel):
             self.looked = heap.peak
         self._choose(units, costs)
         self._take_over()
-        self._boundaries: list[tuple[bool, Template]] = []
+        self._boundaries: list[Boundary] = []
         if batch is not None:
-            with self._without_values(dtype):
-                casts = config.fp16.enabled and config.fp16.auto_cast
-                self._look_at_boundaries(empty_like(batch, dtype if casts else None))
+            self._boundaries = _boundaries(self, model, config, batch, dtype)
         memory.trim_heap()  # what is freed from here on is the model's
 
     def stage(self, rank: int) -> StageOnPaper:
@@ -199,30 +205,6 @@ class CutOnPaper(CutModel):
         self._here = rank
         self.ties, self.elsewhere = self._share_out()
         return StageOnPaper(self, rank, self._micro_batches, self._world, self._boundaries)
-
-    @contextlib.contextmanager
-    def _without_values(self, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
-        """The model's tensors have none, and are in this dtype (None: in their own)."""
-        heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
-        tracker = make_tracker()(heap)
-        fake = FakeModel(self._model, mode, tracker, dtype, (), False)
-        heap.look()
-        try:
-            with mode, tracker:
-                yield heap
-        finally:
-            fake.undo()
-            del fake
-            gc.collect()
-
-    def _look_at_boundaries(self, batch: Any) -> None:
-        received: Any = None
-        for stage in range(self.order.stages - 1):
-            out = self.run(lambda args, kwargs: self._model(*args, **kwargs), stage, received, batch)
-            tensors = out if isinstance(out, tuple) else (out,)
-            template = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-            self._boundaries.append((isinstance(out, tuple), template))
-            received = mapped(out, lambda t: t.detach().requires_grad_(t.requires_grad))
 
     def _now_s(self) -> float:
         return self._work.seconds
@@ -250,3 +232,48 @@ def _with_values(t: torch.Tensor) -> torch.Tensor:
     floats = t.dtype.is_floating_point
     made = torch.randn(t.shape, dtype=t.dtype) * 0.1 if floats else torch.zeros(t.shape, dtype=t.dtype)
     return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
+
+
+def on_paper(
+    part: Part, model: torch.nn.Module, rank: int, config: Config, world: int, dtype: torch.dtype, batch: Any
+) -> StageOnPaper:
+    """For deepc.initialize: the stages of rank `rank` of a pipeline, of a model that is cut already. world: of its
+    data-parallel ranks. dtype: what the model is trained in. batch: a micro-batch."""
+    boundaries = _boundaries(part, model, config, batch, dtype)
+    return StageOnPaper(part, rank, config.gradient_accumulation_steps or 1, world, boundaries)
+
+
+@contextlib.contextmanager
+def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
+    """The model's tensors have none, and are in this dtype (None: in their own). Those of other ranks are here too."""
+    heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = make_tracker()(heap)
+    fake = FakeModel(model, mode, tracker, dtype, (), False)
+    heap.look()
+    try:
+        with mode, tracker:
+            yield heap
+    finally:
+        fake.undo()
+        del fake
+        gc.collect()
+
+
+def _boundaries(part: Part, model: torch.nn.Module, config: Config, batch: Any, dtype: torch.dtype) -> list[Boundary]:
+    """What goes from each stage but the last to the next."""
+    found: list[Boundary] = []
+    received: Any = None
+    with _without_values(model, dtype), _all_layers(model, dtype):
+        casts = config.fp16.enabled and config.fp16.auto_cast
+        batch = empty_like(batch, dtype if casts else None)
+        for stage in range(part.order.stages - 1):
+            out = part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
+            tensors = out if isinstance(out, tuple) else (out,)
+            template = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+            found.append((isinstance(out, tuple), template))
+            received = mapped(out, lambda t: t.detach().requires_grad_(t.requires_grad))
+    return found
+
+
+def _all_layers(model: torch.nn.Module, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    return model.all_layers(dtype) if isinstance(model, PipelineModule) else contextlib.nullcontext()

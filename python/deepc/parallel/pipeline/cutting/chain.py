@@ -122,9 +122,8 @@ def trace(
     model: torch.nn.Module, run: Callable[[], Any], find: Callable[[list[torch.nn.Module], Calls], Points] = points_of
 ) -> tuple[Chain, list[torch.Tensor]]:
     """Runs the model once, for evaluation. Returns also the tensors that it returned. find: of blocks and what they
-    were called with. ArgumentError if it has no list
-    of blocks, each of which gets what the one before returned, with all other parameters used before the first or after
-    the last."""
+    were called with. ArgumentError if it has no list of blocks, each of which gets what the one before returned, with
+    all other parameters used before the first or after the last."""
     name, blocks = _longest_list(model)
     within = {id(m) for block in blocks for m in block.modules()}
     alone = [m for m in model.modules() if id(m) not in within and any(p is not None for p in m._parameters.values())]

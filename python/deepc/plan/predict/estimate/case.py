@@ -415,6 +415,12 @@ def predict(
         raise UnsupportedError(
             "a dry run of the streamed mode does not exist; estimate without a sample batch (model states only)"
         )
+    if batch is not None and staged is not None and config.activation_checkpointing.budget is not None:
+        raise UnsupportedError(
+            f"activation_checkpointing.budget = {config.activation_checkpointing.budget} with pipeline stages: a dry"
+            " run of both together does not exist; estimate without a sample batch (model states only), or leave the"
+            " budget out"
+        )
     if batch is not None:
         gas = config.gradient_accumulation_steps or 1
         trained = [p for _, p in reversed(named) if id(p) in group_of]

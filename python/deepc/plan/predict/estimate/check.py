@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ....config.tree import Config
 from ....core import memory
 from ....errors import OutOfMemoryError, UnsupportedError
 from .case import Case, predict
-from .figures import MIB, MemoryEstimate, changed, from_dict
+from .figures import MIB, MemoryEstimate, Row, changed, from_dict
 from .options import by_nodes, options_by_counts, options_of, refusal
 
 if TYPE_CHECKING:
     import torch
 
     from ...plan import Plan
+    from .. import dryrun
     from .case import Named
 
 
@@ -82,6 +83,33 @@ def _is_divided(model: torch.nn.Module, config: Config) -> None:
     """The engine has cut the model already."""
 
 
+class _Told(NamedTuple):
+    """What a rank says of itself. shared: where it counts that; known: its peak has activations in it."""
+
+    private: int
+    shared: int
+    available: int
+    node: int
+    stage: int
+    known: int
+
+
+def _of_pipeline(e: MemoryEstimate, ranks: Sequence[_Told], here: Sequence[_Told]) -> MemoryEstimate:
+    """A rank's estimate with what the other stages take. here: the ranks of its node."""
+    shared = sum(r.shared for r in here)
+    others = Row("of other stages on this node", shared=shared - e.shared)
+    return changed(
+        e,
+        world=len(ranks),
+        ranks_per_node=len(here),
+        nodes=len({r.node for r in ranks}),
+        known=all(r.known for r in ranks),
+        stages=tuple(max(r.private for r in ranks if r.stage == s) for s in range(1 + max(r.stage for r in ranks))),
+        rows=(*e.rows, *([others] if others.shared > 0 else [])),
+        shared=max(shared, e.shared),
+    )
+
+
 def check_plan(
     plan: Plan,
     model: torch.nn.Module,
@@ -93,10 +121,13 @@ def check_plan(
     sample_batch: Any,
     loss_fn: Callable[..., Any] | None,
     counts_shared: bool,
+    stage: int = 0,
+    staged: Callable[[Any], dryrun.Staged] | None = None,
 ) -> MemoryEstimate:
     """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of
     a node if it does not fit there. counts_shared: this rank is the first on its node of those that hold the same part
-    of the model, and share memory. Collective."""
+    of the model, and share memory. stage: of a pipeline, whose micro-batches go through this rank as staged(a batch)
+    says. Collective."""
     import torch
 
     from .. import dryrun
@@ -104,7 +135,19 @@ def check_plan(
     def work() -> dict[str, Any]:
         # Not what the fake tensors import, but what a step will: the compiler, before them, with what it takes.
         loaded = 0 if sample_batch is None else dryrun.load_compiler()
-        told = predict(model, plan, base, config, sample_batch, loss_fn, named=named, group_of=group_of, loaded=loaded)
+        through = None if staged is None else staged(sample_batch)
+        told = predict(
+            model,
+            plan,
+            base,
+            config,
+            sample_batch,
+            loss_fn,
+            named=named,
+            group_of=group_of,
+            loaded=loaded,
+            staged=through,
+        )
         return told.to_dict()
 
     failure = ""
@@ -117,13 +160,16 @@ def check_plan(
     if plan.device != "cpu":
         return e
     have = memory.available()
-    told = [float(e.rank_peak + (e.shared if counts_shared else 0)), float(have), float(group.node)]
-    rows = group.gather_all(torch.tensor(told, dtype=torch.float64)).tolist()
-    mine = [r for r in rows if r[2] == group.node]
-    e = changed(e, node_peak=int(sum(r[0] for r in mine)), available=int(min(r[1] for r in mine)))
-    if all(sum(r[0] for r in rows if r[2] == n) <= min(r[1] for r in rows if r[2] == n) for n in {r[2] for r in rows}):
+    told = [e.rank_peak, e.shared if counts_shared else 0, have, group.node, stage, not failure]
+    rows = [_Told(*map(int, r)) for r in group.gather_all(torch.tensor(told, dtype=torch.float64)).tolist()]
+    nodes = [[r for r in rows if r.node == n] for n in dict.fromkeys(r.node for r in rows)]
+    mine = [r for r in rows if r.node == group.node]
+    e = changed(e, node_peak=sum(r.private + r.shared for r in mine), available=min(r.available for r in mine))
+    if staged is not None:
+        e = _of_pipeline(e, rows, mine)
+    if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):
         return e
-    if sample_batch is not None and not failure:
+    if sample_batch is not None and not failure and staged is None:
         ranks = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1)
         case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=_is_divided)
         e = changed(e, options=tuple(options_of(case, e.available or 0)))

@@ -84,7 +84,9 @@ class MemoryEstimate:
 
     def _lines(self) -> list[str]:
         ranks = f"{self.world} rank{'s' * (self.world > 1)}" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
-        ranks += f" in pipelines of {len(self.stages)}, the dearest stage" if self.stages else ""
+        if self.stages:
+            stage = self.stages.index(self.rank_peak) if self.rank_peak in self.stages else 0
+            ranks += f" in pipelines of {len(self.stages)}, stage {stage} of which is shown"
         ranks += f", {self.tensor} of them share a model's tensors" if self.tensor > 1 else ""
         out = [
             f"memory: ZeRO stage {self.stage}, {ranks}, {self.parameters:,} parameters trained in {self.dtype}, on"

@@ -139,9 +139,14 @@ def refusal(e: MemoryEstimate) -> str:
         if fitting
         else "; nothing that deepc knows to change makes it fit: " + _nearest(e)
     )
+    if e.stages and not e.options:
+        fix = (
+            "; a smaller micro-batch, more stages, a higher zero_optimization.stage, activation checkpointing or bf16"
+            " take less (deepc.estimate(suggest=True) says how much)"
+        )
     return (
         f"the run needs {e.node_peak / GIB:.2f} GiB on this node and {(e.available or 0) / GIB:.2f} GiB are left"
-        f" (memory cgroup and MemAvailable){fix if e.options else ''}.\n{e}"
+        f" (memory cgroup and MemAvailable){fix if e.options or e.stages else ''}.\n{e}"
     )
 
 

@@ -1,0 +1,190 @@
+"""The memory plan of pipelines: what is added up over stages, what initialize says and refuses on ranks, and what is
+not there. Peaks against what the kernel measures are in test_estimate.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import deepc
+import pytest
+import torch
+import torch.nn.functional as F
+from deepc import memory
+from deepc.errors import OutOfMemoryError, UnsupportedError
+from deepc.parallel.simulate import onpaper
+from deepc.plan.predict.estimate import plan_text
+from ranks import run_ranks
+from tiny import Block, config, make_batch, make_model
+from torch import nn
+
+SHAPE = dict(width=128, layers=4, context=64)
+MICRO = 8
+
+
+def pipeline(stage: int = 0, schedule: str = "1f1b", **extra) -> dict:
+    asked = {"pipeline": {"stages": 2}, "deepc": {"pipeline": {"schedule": schedule}}}
+    return config(stage, micro=MICRO, gas=4, **asked, **extra)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return make_batch(0, MICRO, context=SHAPE["context"])
+
+
+def estimate(cfg: dict, ranks: int = 2, **options):
+    return deepc.estimate(
+        lambda: make_model(**SHAPE), cfg, options.pop("batch", batch()), ranks_per_node=ranks, **options
+    )
+
+
+# ---- deepc.estimate --------------------------------------------------------------------------------------------------
+def test_the_figures_of_stages_add_up() -> None:
+    told = estimate(pipeline())
+    whole = estimate(config(0, micro=MICRO, gas=4), ranks=1)
+    assert (told.world, told.ranks_per_node, told.known, len(told.stages)) == (2, 2, True, 2)
+    assert told.parameters == whole.parameters
+    assert told.rank_peak == max(told.stages) and told.node_peak == sum(told.stages) + told.shared
+    assert told.notes[0].startswith("stages: blocks.0 to ")
+    text = str(told)
+    assert f"in pipelines of 2, stage {told.stages.index(told.rank_peak)} of which is shown" in text
+    assert f"ranks of each stage: {told.stages[0] / 2**20:.1f}, {told.stages[1] / 2**20:.1f} MiB" in text
+
+
+def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
+    alone, shared = estimate(pipeline(2), ranks=2), estimate(pipeline(2), ranks=4)
+    assert shared.shared > alone.shared == 0  # the buckets of two groups
+    assert shared.node_peak == 2 * sum(shared.stages) + shared.shared
+    states = [{r.name: r.host for r in e.rows}["optimizer states"] for e in (alone, shared)]
+    assert states[1] < 0.75 * states[0]
+    over_nodes = estimate(pipeline(2), ranks=2, nodes=2)
+    assert (over_nodes.nodes, over_nodes.world) == (2, 4)
+    assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared  # a stage on each
+
+
+def test_what_waits_for_backward_follows_the_schedule() -> None:
+    """1F1B keeps 2 micro-batches on the first of 2 ranks, GPipe all 4."""
+    one, all_ = estimate(pipeline()), estimate(pipeline(schedule="gpipe"))
+    assert all_.stages[0] > one.stages[0] and all_.activations > 1.6 * one.activations
+
+
+def test_many_micro_batches_are_cut_to_those_that_matter() -> None:
+    """What 1F1B holds at once does not grow with them; what GPipe holds does."""
+    few, many = (estimate({**pipeline(), "gradient_accumulation_steps": n}) for n in (8, 64))
+    assert (few.stages, few.activations) == (many.stages, many.activations)
+
+
+def test_the_plan_in_words() -> None:
+    text = plan_text(lambda: make_model(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
+    assert text.startswith("Pipelines of 2 ranks: blocks.0") and "Stage 1, and its data-parallel ranks:" in text
+
+
+def test_what_is_not_there_says_so() -> None:
+    with pytest.raises(UnsupportedError, match=r"tensor_parallel\.autotp_size = 2 with pipeline\.stages = 2"):
+        estimate(pipeline(tensor_parallel={"autotp_size": 2}), ranks=4)
+    with pytest.raises(UnsupportedError, match=r"activation_checkpointing\.budget = \d+ with pipeline stages"):
+        estimate(pipeline(activation_checkpointing={"budget": "1MB"}))
+    with pytest.raises(UnsupportedError, match="pipelines are for CPUs only"):
+        estimate(pipeline(), device="cuda")
+    with pytest.raises(UnsupportedError, match="share nodes unevenly"):
+        estimate(pipeline(), ranks=3, nodes=2)
+
+
+# ---- deepc.initialize ------------------------------------------------------------------------------------------------
+def planned(rank: int, world: int, cfg: dict) -> dict:
+    engine = deepc.initialize(model=make_model(**SHAPE), config=cfg, sample_batch=batch())[0]
+    told = engine.memory_plan
+    if told.known:
+        assert engine.train_batch(itertools.repeat(batch())).isfinite()
+    engine.destroy()
+    return told.to_dict()
+
+
+def test_initialize_with_a_sample_batch_knows_the_peak_of_each_stage() -> None:
+    each = run_ranks(planned, 4, args=(pipeline(2),))
+    for told in each:
+        assert told["known"] and told["fits"] and told["available"] > told["node_peak"]
+        assert (told["world"], told["stages"], told["shared"]) == (4, each[0]["stages"], each[0]["shared"])
+        assert told["node_peak"] == sum(e["rank_peak"] for e in each) + told["shared"]
+        assert sum(r["shared"] for r in told["rows"]) == told["shared"]
+    assert each[0]["stages"] == (max(e["rank_peak"] for e in each[:2]), max(e["rank_peak"] for e in each[2:]))
+
+
+def test_a_budget_in_a_pipeline_leaves_the_states_alone() -> None:
+    for told in run_ranks(planned, 2, args=(pipeline(activation_checkpointing={"budget": "1MB"}),)):
+        assert not told["known"] and told["stages"]
+        assert any("activation_checkpointing.budget" in note for note in told["notes"]), told["notes"]
+
+
+def refused(rank: int, world: int) -> str:
+    memory.available, real = lambda: 32 << 20, memory.available
+    try:
+        deepc.initialize(model=make_model(**SHAPE), config=pipeline(), sample_batch=batch())
+    except OutOfMemoryError as exc:
+        return str(exc)
+    finally:
+        memory.available = real
+    return ""
+
+
+def test_initialize_refuses_on_every_rank() -> None:
+    for text in run_ranks(refused, 2):
+        assert "the run needs " in text and "in pipelines of 2" in text and "more stages" in text, text
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(61, SHAPE["width"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tok(x)
+
+
+def as_layers(rank: int, world: int, given_as_modules: bool, interval: int = 0) -> dict:
+    from deepc.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    width = SHAPE["width"]
+    blocks = [Block(width) if given_as_modules else LayerSpec(Block, width) for _ in range(4)]
+    model = PipelineModule(
+        [
+            TiedLayerSpec("embed", Embed),
+            *blocks,
+            TiedLayerSpec("embed", Embed, forward_fn=lambda m, h: h @ m.tok.weight.t()),
+        ],
+        num_stages=2,
+        loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+    )
+    cfg = config(1, micro=MICRO, gas=4)
+    if interval:
+        cfg["pipeline"] = {"activation_checkpoint_interval": interval}
+    engine = deepc.initialize(model=model, config=cfg, sample_batch=batch())[0]
+    told = engine.memory_plan
+    assert engine.train_batch(itertools.repeat(batch())).isfinite()
+    engine.destroy()
+    return told.to_dict()
+
+
+def test_a_model_as_layers_has_a_plan_as_well() -> None:
+    kept = run_ranks(as_layers, 2, args=(False,))
+    again = run_ranks(as_layers, 2, args=(False, 1))
+    for told, less in zip(kept, again):
+        assert told["known"] and less["known"], told["notes"]
+        assert told["activations"] > 1.5 * less["activations"]
+    for told in run_ranks(as_layers, 2, args=(True,)):
+        assert not told["known"]  # rank 0 can't make what rank 1 has, nor does rank 1 see what it will get
+        assert any("give it as a LayerSpec" in note for note in told["notes"]), told["notes"]
+
+
+def asked_of_layers(rank: int, world: int) -> str:
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4) for _ in range(2)], num_stages=2)
+    try:
+        deepc.estimate(model, config(1, micro=2), (torch.ones(2, 4), torch.ones(2, 4)), ranks_per_node=2)
+    except UnsupportedError as exc:
+        return str(exc)
+    return ""
+
+
+def test_an_estimate_of_a_model_as_layers_sends_to_initialize() -> None:
+    for text in run_ranks(asked_of_layers, 2):
+        assert "initialize(sample_batch=" in text
