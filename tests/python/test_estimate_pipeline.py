@@ -4,6 +4,7 @@ not there. Peaks against what the kernel measures are in test_estimate.py."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import deepc
 import pytest
@@ -12,9 +13,12 @@ import torch.nn.functional as F
 from deepc import memory
 from deepc.errors import OutOfMemoryError, UnsupportedError
 from deepc.parallel.simulate import onpaper
+from deepc.parallel.simulate.stages import StageOnPaper
+from deepc.plan.mesh import Mesh
 from deepc.plan.predict.estimate import plan_text
+from deepc.plan.schedule import Order
 from ranks import run_ranks
-from tiny import Block, config, make_batch, make_model
+from tiny import Block, TinyGPT, config, make_batch, make_model
 from torch import nn
 
 SHAPE = dict(width=128, layers=4, context=64)
@@ -34,6 +38,12 @@ def estimate(cfg: dict, ranks: int = 2, **options):
     return deepc.estimate(
         lambda: make_model(**SHAPE), cfg, options.pop("batch", batch()), ranks_per_node=ranks, **options
     )
+
+
+class Known(TinyGPT):
+    @property
+    def dummy_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(0, 2, context=8)
 
 
 # ---- deepc.estimate --------------------------------------------------------------------------------------------------
@@ -66,15 +76,20 @@ def test_what_waits_for_backward_follows_the_schedule() -> None:
     assert all_.stages[0] > one.stages[0] and all_.activations > 1.6 * one.activations
 
 
-def test_many_micro_batches_are_cut_to_those_that_matter() -> None:
+@pytest.mark.parametrize("schedule, enough", [("1f1b", 4), ("zb-h1", 4), ("gpipe", 64)])
+def test_a_dry_run_takes_the_micro_batches_that_matter(schedule: str, enough: int) -> None:
     """What 1F1B holds at once does not grow with them; what GPipe holds does."""
-    few, many = (estimate({**pipeline(), "gradient_accumulation_steps": n}) for n in (8, 64))
-    assert (few.stages, few.activations) == (many.stages, many.activations)
+    part = SimpleNamespace(order=Order.of(schedule, 2), mesh=Mesh(pp=2), ties=[], elsewhere=frozenset())
+    for rank in range(2):
+        assert StageOnPaper(part, rank, 64, 1, []).micro_batches == enough
 
 
 def test_the_plan_in_words() -> None:
-    text = plan_text(lambda: make_model(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
+    """Of a model that brings inputs along, as transformers' do; others need a sample."""
+    text = plan_text(lambda: Known(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
     assert text.startswith("Pipelines of 2 ranks: blocks.0") and "Stage 1, and its data-parallel ranks:" in text
+    with pytest.raises(UnsupportedError, match="needs sample_batch="):
+        plan_text(lambda: make_model(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
 
 
 def test_what_is_not_there_says_so() -> None:
@@ -85,7 +100,7 @@ def test_what_is_not_there_says_so() -> None:
     with pytest.raises(UnsupportedError, match="pipelines are for CPUs only"):
         estimate(pipeline(), device="cuda")
     with pytest.raises(UnsupportedError, match="share nodes unevenly"):
-        estimate(pipeline(), ranks=3, nodes=2)
+        estimate(pipeline(), ranks=4, nodes=3)
 
 
 # ---- deepc.initialize ------------------------------------------------------------------------------------------------

@@ -275,6 +275,16 @@ def load_compiler() -> bool:
     return True
 
 
+def load_symbolic_shapes() -> bool:
+    """Imports what torch does for its first backward from given gradients, and its first operator on meta tensors
+    (sympy). False if that has been done."""
+    name = "torch.fx.experimental.symbolic_shapes"
+    if name in sys.modules:
+        return False
+    importlib.import_module(name)
+    return True
+
+
 def has_checkpointed() -> bool:
     """Whether torch.utils.checkpoint has been called in this process, which imports the compiler."""
     module = sys.modules.get("torch.utils.checkpoint")

@@ -215,8 +215,10 @@ class PipelineModule(torch.nn.Module):
         if not isinstance(layer, LayerSpec):
             return layer  # type: ignore[no-any-return]  # a function
         if not isinstance(layer, TiedLayerSpec):
-            return self._built(index, layer).to(dtype)
-        module, forward = tied.setdefault(layer.key, self._built(index, layer).to(dtype)), layer.forward_fn
+            return _cast(self._built(index, layer), dtype)
+        if layer.key not in tied:
+            tied[layer.key] = _cast(self._built(index, layer), dtype)
+        module, forward = tied[layer.key], layer.forward_fn
         return module if forward is None else lambda x: forward(module, x)
 
     # ---- as a part of a pipeline (part.py) ---------------------------------------------------------------------------
@@ -295,6 +297,16 @@ class PipelineModule(torch.nn.Module):
         if stage < len(self.cuts) - 2 or self.loss_fn is None or not wants_loss:
             return out
         return self.loss_fn(out, batch[1])
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """module.to(dtype), which fake tensors don't allow."""
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None and p.is_floating_point():
+                m._parameters[name] = torch.nn.Parameter(p.detach().to(dtype), p.requires_grad)
+        m._buffers.update((n, b.to(dtype)) for n, b in m._buffers.items() if b is not None and b.is_floating_point())
+    return module
 
 
 def _mesh(num_stages: int | None, topology: Any) -> Mesh:

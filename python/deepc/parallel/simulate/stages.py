@@ -62,7 +62,8 @@ class HopsOnPaper(Hops):
 class StageOnPaper:
     """What the engine (engine/pipelined.py) does with a rank's stages, for plan/predict/dryrun.
 
-    part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks."""
+    part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks. micro_batches: of the
+    engine's batch; self.micro_batches: those that are run."""
 
     def __init__(self, part: Part, rank: int, micro_batches: int, world: int, boundaries: Sequence[Boundary]) -> None:
         count = part.order.stages
@@ -70,7 +71,7 @@ class StageOnPaper:
         self._part, self._stages = part, Stages(part, range(part.mesh.pp), rank, hops)
         self.away = part.elsewhere
         self.sums = world > 1 or part.order.chunks > 1 or self._stages.splits(micro_batches)
-        self._micro_batches = self._that_matter(micro_batches)
+        self.micro_batches = self._that_matter(micro_batches)
         ties = [(t, t.parameter) for t in part.ties if t.parameter is not None]
         self.copies = [p for t, p in ties if rank in t.holders]
         self._lent = [(p, len(t.holders)) for t, p in ties if t.owner == rank]
@@ -104,7 +105,7 @@ class StageOnPaper:
     def train(self, model: torch.nn.Module, batch: Any, gradients: Reducer, live: Callable[[], int]) -> int:
         """All micro-batches of a batch. Returns the most that live() said after a forward."""
         self._model, self._gradients, self._live, self._saved = model, gradients, live, 0
-        self._stages.train(self, [batch] * self._micro_batches, self._indices)
+        self._stages.train(self, [batch] * self.micro_batches, self._indices)
         for i, p in enumerate(self._copies):
             none = torch.zeros(p.shape, dtype=self._sums_in)
             self._stages.send_tie(i, self._copied.pop(i, none), 0)
@@ -125,7 +126,7 @@ class StageOnPaper:
         return out
 
     def backward_loss(self, loss: torch.Tensor) -> None:
-        self._pass((loss / self._micro_batches).backward)
+        self._pass((loss / self.micro_batches).backward)
 
     def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if outputs:
@@ -186,10 +187,10 @@ class CutOnPaper(CutModel):
         self._open(model, Mesh(pp=order.ranks, dp=world), order, loss_fn, 0)
         self._micro_batches, self._work, self.looked = config.gradient_accumulation_steps or 1, Work(), 0
         dummy = getattr(model, "dummy_inputs", None)
-        with _without_values(model, None) as heap:
+        with _without_values(model, None) as (heap, tracker):
             given = empty_like(self._to_look_at(batch if dummy is None else dummy))
             heap.rebase(0)
-            self._chain, _ = chain.trace(model, lambda: self._call_whole(given), _points)
+            self._chain, _ = chain.trace(model, lambda: self._call_whole(given), functools.partial(_points, tracker))
             with self._work:
                 units, costs = self._weighed(given if dummy is None else None)
             self.looked = heap.peak
@@ -213,8 +214,9 @@ class CutOnPaper(CutModel):
         return costs
 
 
-def _points(blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
-    """Where blocks can be cut inside is seen by their values: one block of each kind gets some for that."""
+def _points(tracker: Any, blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
+    """Where blocks can be cut inside is seen by their values: one block of each kind gets some for that. What its runs
+    make is counted too: they are at a time when all that the forward has saved is there."""
     kinds: dict[Any, list[Point]] = {}
     points = {}
     for i, (block, call) in enumerate(zip(blocks, calls)):
@@ -222,7 +224,9 @@ def _points(blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
             with private.without_modes(), torch.random.fork_rng(devices=[]):
                 tensors = [*block.parameters(), *block.buffers()]
                 real = copy.deepcopy(block, {id(t): _with_values(t) for t in tensors})
-                kinds[kind] = chain.points_of([real], [mapped(call, _with_values)]).get(0, [])
+                values = mapped(call, _with_values)
+                with tracker:
+                    kinds[kind] = chain.points_of([real], [values]).get(0, [])
         if kinds[kind]:
             points[i] = kinds[kind]
     return points
@@ -244,15 +248,16 @@ def on_paper(
 
 
 @contextlib.contextmanager
-def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
-    """The model's tensors have none, and are in this dtype (None: in their own). Those of other ranks are here too."""
+def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[ShadowHeap, Any]]:
+    """The model's tensors have none, and are in this dtype (None: in their own). Those of other ranks are here too.
+    Gives the heap in which what is made inside lies, and the mode that puts it there."""
     heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
     tracker = make_tracker()(heap)
     fake = FakeModel(model, mode, tracker, dtype, (), False)
     heap.look()
     try:
         with mode, tracker:
-            yield heap
+            yield heap, tracker
     finally:
         fake.undo()
         del fake

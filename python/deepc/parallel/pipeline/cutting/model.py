@@ -101,8 +101,8 @@ class CutModel:
         batch = sample if sample is not None else getattr(self._model, "dummy_inputs", None)
         if batch is None:
             raise ArgumentError(
-                "pipeline.stages: to see how the model runs, initialize needs sample_batch=, a micro-batch as in"
-                " model(*batch) or model(**batch)"
+                "pipeline.stages: to see how the model runs, initialize (and deepc.estimate) needs sample_batch=, a"
+                " micro-batch as in model(*batch) or model(**batch)"
             )
         return batch
 

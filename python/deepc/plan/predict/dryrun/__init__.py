@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from .child import forked
 from .gradients import Reducer, Window, buckets_of_params
-from .heap import ShadowHeap, anonymous_bytes, load_compiler
+from .heap import ShadowHeap, anonymous_bytes, load_compiler, load_symbolic_shapes
 from .run import FakeModel, Staged, call_model, checkpoint_blocks, empty_like, first_rows, loss_of, run
 from .tracker import make_tracker
 
@@ -34,6 +34,7 @@ __all__ = [
     "first_rows",
     "forked",
     "load_compiler",
+    "load_symbolic_shapes",
     "loss_of",
     "make_tracker",
     "run",

@@ -18,8 +18,18 @@ THP_BYTES = 2 << 20  # from here on torch aligns to pages where its huge-page sw
 def load_compiler() -> int:
     """Imports what the first optimizer of torch.optim in a process imports (torch's compiler, some 65 MB; deepc's own
     do without); returns the memory that this took."""
+    return _taken_by(private.load_compiler)
+
+
+def load_symbolic_shapes() -> int:
+    """Imports what the ranks of a pipeline do for gradients that come from other stages (some 35 MB); returns the
+    memory that this took."""
+    return _taken_by(private.load_symbolic_shapes)
+
+
+def _taken_by(load: Callable[[], bool]) -> int:
     before = anonymous_bytes()
-    return max(0, anonymous_bytes() - before) if private.load_compiler() else 0
+    return max(0, anonymous_bytes() - before) if load() else 0
 
 
 def anonymous_bytes() -> int:

@@ -167,7 +167,7 @@ class Case:
         """Each stage in a child of its own, of what this process has seen of the whole."""
         from .. import dryrun
 
-        loaded = dryrun.load_compiler()
+        shapes, loaded = dryrun.load_symbolic_shapes(), dryrun.load_compiler()
         model = self._whole()
         whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.recompute and not dryrun.checkpoint_blocks(model):
@@ -177,7 +177,7 @@ class Case:
         for rank in range(self.stages):
 
             def work(rank: int = rank) -> dict[str, Any]:
-                return self._work_of_stage(model, cut, rank, loaded)
+                return self._work_of_stage(model, cut, rank, shapes, loaded)
 
             each.append(from_dict(dryrun.forked(work)))
         notes = [f"stages: {cut.describe()}"]
@@ -199,7 +199,9 @@ class Case:
     def _data_ranks(self) -> int:
         return self.ranks_per_node * self.nodes // (self.stages * self.tensor)
 
-    def _work_of_stage(self, model: torch.nn.Module, cut: Cutting, rank: int, loaded: int) -> dict[str, Any]:
+    def _work_of_stage(
+        self, model: torch.nn.Module, cut: Cutting, rank: int, shapes: int, loaded: int
+    ) -> dict[str, Any]:
         import torch
 
         from ....nn.fuse import fuse_as_asked
@@ -222,6 +224,7 @@ class Case:
             group_of=group_of,
             steps=self.steps,
             loaded=loaded,
+            shapes=shapes,
             gone=gone,
             looked=cut.looked,
             staged=staged,
@@ -396,6 +399,7 @@ def predict(
     group_of: dict[int, int],
     steps: int = 3,
     loaded: int = 0,
+    shapes: int = 0,
     gone: int = 0,
     looked: int = 0,
     staged: dryrun.Staged | None = None,
@@ -403,7 +407,7 @@ def predict(
     """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt.
     loaded: what torch's compiler takes, which torch's own optimizers and its checkpoint import, and nothing else. gone:
     change of resident memory before, when the model was divided over ranks. looked: peak of what was run for that.
-    staged: how a batch goes through the rank's stages of a pipeline."""
+    shapes: what a pipeline's first backward imports. staged: how a batch goes through the rank's stages of one."""
     from ....core.foreign.private import has_checkpointed
     from ....optim.states.dense import Optimizer
     from .. import dryrun
@@ -449,7 +453,9 @@ def predict(
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0
     moments = moments_of(base) if core else 0
-    return assembled(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base), gone, looked)
+    return assembled(
+        plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base), gone, looked, shapes
+    )
 
 
 def _torch_update(

@@ -133,7 +133,8 @@ def check_plan(
     from .. import dryrun
 
     def work() -> dict[str, Any]:
-        # Not what the fake tensors import, but what a step will: the compiler, before them, with what it takes.
+        # Not what the fake tensors import, but what a step will: before them, with what it takes.
+        shapes = 0 if staged is None else dryrun.load_symbolic_shapes()
         loaded = 0 if sample_batch is None else dryrun.load_compiler()
         through = None if staged is None else staged(sample_batch)
         told = predict(
@@ -147,6 +148,7 @@ def check_plan(
             group_of=group_of,
             loaded=loaded,
             staged=through,
+            shapes=shapes,
         )
         return told.to_dict()
 

@@ -115,8 +115,10 @@ def assembled(
     state_bytes: int = 1024,
     gone: int = 0,
     looked: int = 0,
+    shapes: int = 0,
 ) -> MemoryEstimate:
-    """looked: the peak of what initialize runs before it makes the plan."""
+    """looked: the peak of what initialize runs before it makes the plan. shapes: what the first backward of a
+    pipeline imports."""
     leased = run is not None and run["leased"]
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
@@ -161,9 +163,9 @@ def assembled(
         notes.append("activations are not included: pass a sample batch")
         if torch_states:
             notes.append("states of a torch optimizer are not included: pass a sample batch")
-    if loaded or code:
-        rows.append(Row("Python modules and kernels, loaded once", host=loaded + code))
-    rank = max(init, host + (0 if gpu else freed + heap) + loaded) + code
+    if loaded or shapes or code:
+        rows.append(Row("Python modules and kernels, loaded once", host=loaded + shapes + code))
+    rank = max(init, host + (0 if gpu else freed + heap) + loaded + shapes) + code
     device = sum(r.device for r in rows if r.device) if gpu else 0
     return MemoryEstimate(
         stage=plan.stage,
