@@ -89,8 +89,8 @@ def batch(step, rank=0, rows=2):
 
 def trained(rank, world, budgets, stage=0, ep=1, layers=GATES, kept=False, rows=((2,),)):
     """Of each budget: (losses, weights after, the layers' load-balance losses, choices, stats, bytes that lived at most
-    in the last step above those before, and those that are left behind its backward). rows: samples of each step's batch (the last for all further ones), of each
-    rank."""
+    in the last step above those before, and those that are left behind its backward). rows: samples of each step's
+    batch (the last for all further ones), of each rank."""
     import deepc
 
     mine, out = rows[rank % len(rows)], []

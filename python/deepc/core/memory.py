@@ -152,8 +152,8 @@ def available() -> int:
 
 
 def process_bytes() -> dict[str, int]:
-    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes", "shared_bytes"}; PSS counts a page shared by n
-    processes 1/n; shared_bytes: what of rss_bytes is shared memory."""
+    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes", "shared_bytes"}; PSS counts a page shared by
+    n processes 1/n; shared_bytes: what of rss_bytes is shared memory."""
     out = {"rss_bytes": 0, "pss_bytes": 0, "peak_rss_bytes": 0, "shared_bytes": 0}
     try:
         with open("/proc/self/smaps_rollup") as f:

@@ -67,7 +67,6 @@ class FirstStep:
         )
 
 
-
 class Ranks(Protocol):
     """What the check asks of the group of all ranks that share the model."""
 
