@@ -49,7 +49,7 @@ def main() -> None:
     require_deepc()
     import deepc
     import torch
-    from deepc.plan.predict import recompute
+    from deepc.plan.predict.recompute import choice as recompute
     from test_recompute import Held
 
     print(json.dumps(machine()), flush=True)

@@ -15,9 +15,9 @@ import tiny
 import torch
 from deepc.engine.states.recompute import Recomputation
 from deepc.errors import ConfigError
-from deepc.plan.predict import recompute
-from deepc.plan.predict.blocks import Hand
-from deepc.plan.predict.recompute import Call
+from deepc.plan.predict.recompute import choice as recompute
+from deepc.plan.predict.recompute.blocks import Hand
+from deepc.plan.predict.recompute.choice import Call
 from ranks import run_ranks as _run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

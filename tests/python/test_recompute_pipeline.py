@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 from deepc.errors import ConfigError
-from deepc.plan.predict import recompute
-from deepc.plan.predict.recompute import Call
+from deepc.plan.predict.recompute import choice as recompute
+from deepc.plan.predict.recompute.choice import Call
 from ranks import run_ranks
 from test_recompute import KEY, Held
 from torch import nn

@@ -21,7 +21,7 @@ from ...nn.arena import Arena
 from ...offload.place import make_folder
 from ...offload.spill import Spill, Spilled
 from ...parallel.saved import Partition
-from ...plan.predict.recompute import Rates
+from ...plan.predict.recompute.choice import Rates
 from ...zero.parameters.param import Released
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class Moves:
 
 
 class Knows(Protocol):
-    """Of storages: plan/predict/recomputation.py."""
+    """Of storages: plan/predict/recompute/recomputation.py."""
 
     def storage(self, x: torch.Tensor) -> tuple[int, int] | None: ...
     def held_anyway(self) -> set[int]: ...

@@ -1,5 +1,5 @@
-"""Recomputation by budget (activation_checkpointing.budget) in an engine: plan/predict/recomputation.py with its clock,
-its disk, and the ranks that compute a block together, which all take the same choice."""
+"""Recomputation by budget (activation_checkpointing.budget) in an engine: that of plan/predict/recompute with its
+clock, its disk, and the ranks that compute a block together, which all take the same choice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...parallel.axes import AxisGroup, axis_group
 from ...parallel.expert.group import expert_group
 from ...parallel.tensor.group import TensorGroup, tensor_group
 from ...plan.mesh import Mesh
-from ...plan.predict import recomputation
-from ...plan.predict.blocks import find_blocks
-from ...plan.predict.recompute import Call, Rates
+from ...plan.predict.recompute import recomputation
+from ...plan.predict.recompute.blocks import find_blocks
+from ...plan.predict.recompute.choice import Call, Rates
 from ...zero.parameters.param import Released
 from .activations import Moves
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.foreign.private import TorchDispatchMode
-from .recomputation import Recomputation
+from .recompute.recomputation import Recomputation
 
 _FLOPS, _BYTES = 1e11, 1e10  # of a second: only what blocks take beside each other counts
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")

@@ -1,5 +1,5 @@
 """Recomputation by budget in a forward: the blocks of a model are measured in a forward that recomputes all of them,
-and from then on those are recomputed, or have what they saved on disk, that cost the least time (recompute.py). By
+and from then on those are recomputed, or have what they saved on disk, that cost the least time (choice.py). By
 torch.utils.checkpoint, so the numbers are those of no recomputation.
 
 The engine has one (engine/states/recompute.py), and the memory plan's dry run has one on tensors without values."""
@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from ...core.foreign import private
-from ...errors import ConfigError
-from . import recompute, rows
+from ....core.foreign import private
+from ....errors import ConfigError
+from .. import rows
+from . import choice as recompute
 from .blocks import Hand, find_blocks, hand_of, leave, take
-from .recompute import Call, Choice, Rates
+from .choice import Call, Choice, Rates
 
 KEY = "activation_checkpointing.budget"
 _SMALLER = 0.8  # a batch of less than this part of what a plan was made for is measured for itself

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...core.foreign import private
+from ....core.foreign import private
 
 
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
