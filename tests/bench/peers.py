@@ -60,12 +60,17 @@ def install() -> None:
 
 
 def deepspeed_ops() -> str:
-    """ "" if DeepSpeed's CPU Adam and fused Adam can be loaded (they are built if need be), else why not."""
+    """ "" if DeepSpeed's CPU Adam and fused Adam can be loaded, else why not. They are built if need be, also again
+    where the processor is another than they were built for, and so is the all-reduce that its engines load if they can.
+    """
     if version("deepspeed") is None:
         return "deepspeed is not installed (run.py --install-peers)"
     return _build(
         "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
         "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n"
+        "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\n"
+        "try: ShareMemCommBuilder().load(verbose=False)\n"
+        "except Exception: pass\n"
     )
 
 

@@ -208,8 +208,6 @@ def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
     if why:
         print(json.dumps({"bench": "peers", "skipped": "DeepSpeed", "why": why}), flush=True)
         rows.append({"bench": "peers", "skipped": "DeepSpeed", "why": why})
-    else:
-        peers.deepspeed_shm()  # else its engine builds it while training is measured; whether it can, collectives tell
     for bench, processes in {"ops": None, **plan(mode, not why)}.items():
         if bench not in only:
             continue
