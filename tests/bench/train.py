@@ -48,12 +48,15 @@ class Rank:
     """A rank's loop: a command per line on stdin ("steps N", "profile N"), a JSON line per answer on the descriptor
     BENCH_RESULT."""
 
+    settle = 1  # steps that are not timed, at the begin of each burst
+
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
         if "deepc" in args.contender.base:
             import deepc  # noqa: F401
 
+        self.settle = getattr(args, "settle", self.settle)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[self.rank % len(cores)]})
@@ -76,8 +79,10 @@ class Rank:
         self.out.write(json.dumps(answer) + "\n")
 
     def steps(self, count: int) -> None:
-        """One step to warm the caches after other contenders' turn, then `count` timed ones."""
-        loss = self._one()
+        """Some to warm the caches after other contenders' turn, then `count` timed ones."""
+        loss = 0.0
+        for _ in range(self.settle):
+            loss = self._one()
         faults, before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, _counters()
         started = time.perf_counter()
         for _ in range(count):
@@ -132,7 +137,8 @@ class Pair:
 
     def options(self, args: argparse.Namespace) -> list[str]:
         """Of a rank's program, besides --contender."""
-        return ["--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
+        own = ["--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
+        return [*own, "--settle", str(getattr(args, "settle", Rank.settle))]
 
     def __init__(self, contender: Any, args: argparse.Namespace, nursery: Nursery | None = None) -> None:
         """nursery: forks the ranks (only for train.py's own); else each is a program of its own."""
@@ -291,7 +297,9 @@ def title_of(contender: Contender, precision: str) -> str:
 
 def screen(args: argparse.Namespace, wanted: Contender, nursery: Nursery | None) -> Contender | None:
     """Which of its forms stands for BASE+best: the one whose third step is the shortest. None: none can run."""
-    short = argparse.Namespace(**{**vars(args), "warmup": 0, "sampled": 0, "rounds": 1, "steps": 1, "until": None})
+    short = argparse.Namespace(
+        **{**vars(args), "settle": 1, "warmup": 0, "sampled": 0, "rounds": 1, "steps": 1, "until": None}
+    )
     forms = wanted.forms(args.precision)
     bursts, _ = take_turns("train", Pair, forms, lambda c: title_of(c, args.precision), short, nursery)
     if not bursts:
@@ -480,6 +488,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps per burst")
+    parser.add_argument("--settle", type=int, default=Rank.settle, help="steps before them that are not timed")
     parser.add_argument("--warmup", type=int, default=1, help="0: the sampling of memory does it")
     parser.add_argument("--sampled", type=int, default=2, help="steps of the burst in which memory is sampled")
     parser.add_argument(
