@@ -96,8 +96,8 @@ MINE = ["deepc-3", "deepc-3-fused"]
 
 def _quick_train() -> list[str]:
     """Both precisions, each peer as it comes and at its best: in two groups, as many as fit into 24 GiB together. A
-    step each, since more rounds say more than longer bursts; what other contenders left in the caches is little beside a
-    step of this size, and the same for all."""
+    step each, since more rounds say more than longer bursts; what others left in the caches is little beside a step of
+    this size, and the same for all."""
     first = [*LIMIT, "ddp", "ddp+best", "ddp-fused+keep", *MINE]
     second = [f"{base}{form}" for base in ("fsdp2", "fsdp2-kept", "deepspeed-3") for form in ("", "+best")]
     short = ["--steps", "1", "--settle", "0", "--rounds", "5", "--warmup", "0", "--sampled", "2", "--fork"]
@@ -270,7 +270,8 @@ HEADS = {
         " program."
         " The quick form takes of these the one whose third step was the shortest in a screening (the table behind the"
         " others), in bf16 of autocast and bf16 weights for DDP; the full form has all. A table is a group that took"
-        " turns (quick: a step each). The limit: as many processes as ranks at the same time, with `keep_heap()`, that never talk."
+        " turns (quick: a step each). The limit: as many processes as ranks at the same time, with `keep_heap()`, that"
+        " never talk."
         " × is deepc's speed over the row's, with the quartiles of the rounds' own ratios; of memory, the row's over"
         " deepc's. PSS: highest sum over the ranks, polled in steps that nobody times; VmHWM: sum of the ranks' highest"
         " resident sets as the kernel keeps them, set-up included, pages that are shared counted for each rank."
