@@ -26,9 +26,10 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 # ---- the headline ----------------------------------------------------------------------------------------------------
-def best_peer(rows: list[Row], mine: str, fused: bool, kept: bool) -> Row | None:
+def best_peer(rows: list[Row], mine: str, fused: bool, as_it_comes: bool) -> Row | None:
     """The row of `mine` in speed against the peer that loses the least to it. fused: among those whose model went
-    through deepc.fuse, else among the others. kept: under an allocator that a user gave it, else as it comes."""
+    through deepc.fuse, else among the others. as_it_comes: only those without an allocator that a user gave
+    them."""
     rivals = [
         r
         for r in rows
@@ -37,7 +38,7 @@ def best_peer(rows: list[Row], mine: str, fused: bool, kept: bool) -> Row | None
         and r.get("ratio") is not None
         and "peer_allocator" in r
         and r["peer_fused"] == fused
-        and bool(r["peer_allocator"]) == kept
+        and not (as_it_comes and r["peer_allocator"])
     ]
     return min(rivals, key=lambda r: r["ratio"], default=None)
 
@@ -47,12 +48,12 @@ def headlines(rows: list[Row]) -> list[str]:
     out = []
     for mine in dict.fromkeys(r["what"] for r in rows if r["unit"] == SPEED and r.get("ratio") is not None):
         told = []
-        for fused, kept, what in (
-            (False, True, "the best peer with what a user can give it"),
-            (True, True, "the best that is fused too"),
-            (False, False, "the best as it comes"),
+        for fused, as_it_comes, what in (
+            (False, False, "the best peer with what a user can give it"),
+            (True, False, "the best that is fused too"),
+            (False, True, "the best as it comes"),
         ):
-            if r := best_peer(rows, mine, fused, kept):
+            if r := best_peer(rows, mine, fused, as_it_comes):
                 memory = [_of(rows, r, unit) for unit in (PSS, RESIDENT)]
                 less = " and ".join(f"{1 / m:.2f} ({n})" for m, n in zip(memory, ("PSS", "VmHWM")) if m)
                 told.append(f"{_ratio(r)} {what}, {r['peer']}, in {less} of its memory")
