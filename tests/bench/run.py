@@ -113,7 +113,8 @@ def _batches(has_deepspeed: bool) -> list[list[str]]:
 
     groups = [
         [*every("ddp"), *every("ddp-bf16-weights"), "ddp-fused+keep", "ddp-deepc+keep"],
-        [*every("fsdp2"), "fsdp2-kept", "fsdp2-kept+keep", "zero-redundancy", "zero-redundancy+keep"],
+        [*every("fsdp2"), "zero-redundancy", "zero-redundancy+keep"],
+        every("fsdp2-kept"),
         [
             "single",
             "single-autocast",
@@ -127,7 +128,7 @@ def _batches(has_deepspeed: bool) -> list[list[str]]:
     ]
     if has_deepspeed:
         groups.insert(
-            2, [*every("deepspeed-3"), "deepspeed-1", "deepspeed-1+keep", "deepspeed-2+keep", "deepspeed-3-small+keep"]
+            3, [*every("deepspeed-3"), "deepspeed-1", "deepspeed-1+keep", "deepspeed-2+keep", "deepspeed-3-small+keep"]
         )
     return [LIMIT + group + MINE for group in groups]
 

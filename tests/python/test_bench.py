@@ -187,7 +187,9 @@ def test_make_bench_shows_each_peer_as_it_comes_and_at_its_best(module) -> None:
     assert {f.base for f in forms} == {"ddp", "ddp-bf16-weights"} and len(forms) == 6
     assert [f.allocator for f in contenders.Contender.parse("fsdp2+best").forms("bf16")] == list(contenders.SCREENED)
     full = {c for _, a in run.plan("full", True)["train"] for c in a}
-    assert {f"{base}+{a}" for base in ("ddp", "fsdp2", "deepspeed-3") for a in contenders.ALLOCATORS} < full
+    assert {
+        f"{base}+{a}" for base in ("ddp", "fsdp2", "fsdp2-kept", "deepspeed-3") for a in contenders.ALLOCATORS
+    } < full
 
 
 def test_ratios_have_the_quartiles_of_the_rounds(module) -> None:
