@@ -241,6 +241,13 @@ def machine() -> dict[str, str]:
     }
 
 
+def status_mib(pid: int | str, *keys: str) -> float:
+    """Sum of these fields of /proc/PID/status."""
+    with open(f"/proc/{pid}/status") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return sum(int(fields[key].split()[0]) for key in keys) / 1024
+
+
 def load_average() -> float:
     return os.getloadavg()[0]
 

@@ -13,16 +13,17 @@ import subprocess
 import sys
 from typing import IO, Any
 
+from common import status_mib
 from peers import environment
 
-FLAG = "--nursery"
+FLAG, FILES = "--nursery", "BENCH_FILES"
 
 
 class Child:
     """A rank, as subprocess.Popen shows one: pid, stdin, wait. It leads a session of its own."""
 
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid, self.stdin = pid, stdin
+    def __init__(self, pid: int, stdin: IO[bytes], files: float) -> None:
+        self.pid, self.stdin, self.files = pid, stdin, files
         self._end = os.pidfd_open(pid)  # its parent keeps ended ones until it ends itself: no other process has the pid
 
     def wait(self, timeout: float | None = None) -> None:
@@ -56,8 +57,8 @@ class Nursery:
             ours.sendall(text)
         finally:
             os.close(read)
-        pid = int.from_bytes(_exactly(ours, 8), "little")
-        return Child(pid, os.fdopen(write, "wb"))
+        pid, files = (int.from_bytes(_exactly(ours, 8), "little") for _ in range(2))
+        return Child(pid, os.fdopen(write, "wb"), files)
 
     def _mother(self, special: dict[str, str]) -> socket.socket:
         key = json.dumps(special, sort_keys=True)
@@ -85,13 +86,16 @@ def serve() -> list[str] | None:
         if not head:
             os._exit(0)  # the driver has ended, or needs no more
         told = json.loads(_exactly(asked, int.from_bytes(head, "little")))
+        # A fork does not inherit the mapped pages of files (libraries); a program of its own has these at least.
+        files = int(status_mib("self", "RssFile"))
         pid = os.fork()
         if pid == 0:
             asked.close()
+            told["env"][FILES] = str(files)
             return _become(told, *fds)
         for fd in fds:
             os.close(fd)
-        asked.sendall(pid.to_bytes(8, "little"))
+        asked.sendall(pid.to_bytes(8, "little") + files.to_bytes(8, "little"))
 
 
 def _become(told: dict[str, Any], stdin: int, log: int, answer: int) -> list[str]:

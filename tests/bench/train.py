@@ -33,9 +33,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common import emit, paired_row, skip
+from common import emit, paired_row, skip, status_mib
 from contenders import BASES, BEST, INDEPENDENT, MICRO_BATCH, MINE, MODELS, ONLY_BF16, SINGLE, Contender, make_step
-from nursery import Nursery, serve
+from nursery import FILES, Nursery, serve
 from peers import drop_stale_locks, environment
 from training import LOSSES, PSS, RESIDENT, SCREENING, SPEED
 
@@ -56,6 +56,7 @@ class Rank:
         if "deepc" in args.contender.base:
             import deepc  # noqa: F401
 
+        self.files = float(os.environ.get(FILES, 0.0))
         self.settle = getattr(args, "settle", self.settle)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cores = sorted(os.sched_getaffinity(0))
@@ -94,7 +95,7 @@ class Rank:
             loss=float(loss),
             faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
             done=self.done,
-            resident=status_mib("self", "VmHWM"),
+            resident=status_mib("self", "VmHWM") + max(0.0, self.files - status_mib("self", "RssFile")),
             counters={k: after[k] - before[k] for k in after},
         )
 
@@ -220,7 +221,7 @@ class Pair:
 
         def watch() -> None:
             while not stop.is_set():
-                peak[0] = max(peak[0], sum(pss_mib(p.pid, self.world) for p in self.ranks))
+                peak[0] = max(peak[0], sum(pss_mib(p.pid, self.world, getattr(p, "files", 0.0)) for p in self.ranks))
                 time.sleep(0.002)
 
         thread = threading.Thread(target=watch)
@@ -253,21 +254,15 @@ class Pair:
         self.log.close()
 
 
-def status_mib(pid: int | str, *keys: str) -> float:
-    """Sum of these fields of /proc/PID/status."""
-    with open(f"/proc/{pid}/status") as f:
-        fields = dict(line.split(":", 1) for line in f)
-    return sum(int(fields[key].split()[0]) for key in keys) / 1024
-
-
-def pss_mib(pid: int, world: int) -> float:
+def pss_mib(pid: int, world: int, files: float = 0.0) -> float:
     """PSS as it is when only the `world` ranks of this contender live on the machine: anonymous memory whole (nobody
     else maps it, or only the process that a rank was forked from, which an ordinary rank has not), shared memory as the
-    kernel divides it, and 1/world of the file pages, which all processes of the bench share."""
+    kernel divides it, and 1/world of the file pages, which all processes of the bench share. files: MiB of
+    them that a rank of a nursery would have mapped by its imports, had it made them itself."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as f:
             shared = sum(int(line.split()[1]) for line in f if line.startswith("Pss_Shmem:")) / 1024
-        return shared + status_mib(pid, "RssAnon") + status_mib(pid, "RssFile") / world
+        return shared + status_mib(pid, "RssAnon") + max(files, status_mib(pid, "RssFile")) / world
     except (OSError, ValueError, KeyError):
         return 0.0  # it ends
 
