@@ -8,29 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any, overload
 
 from .core import env
 from .core.foreign import patches
-
-if env.switch("DEEPC_HUGEPAGES"):
-    # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults.
-    # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    patches.applied("thp")
-
-from . import optim, zero
-from .comm.c10d.backend import register_backend
-from .comm.internode import onebit as _onebit  # noqa: F401  which connects itself to optim
-from .comm.start import init_distributed
-from .compat import hf as _hf
-from .compat.runtime import parameters as _parameters
-from .core import ops  # noqa: F401
 from .core.lib import VERSION, counters
 from .core.telemetry import speak
 from .errors import DeepcError
-from .nn.loss import linear_cross_entropy  # which registers operators
-from .zero.parameters.around import around_init
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from . import checkpoint, offload  # noqa: F401
+    from . import checkpoint, offload, optim, zero  # noqa: F401
+    from .comm.start import init_distributed
     from .compat.helpers import safe as utils
     from .engine.build import OptimizerLike
     from .engine.data import TimedLoader
@@ -50,6 +36,7 @@ if TYPE_CHECKING:
     from .launch import notebook
     from .nn.dynamic import DynamicTensor
     from .nn.fuse import fuse
+    from .nn.loss import linear_cross_entropy
     from .observe import profile
     from .optim.schedules import Scheduler
     from .parallel.tensor.rules import tp_model_init
@@ -84,11 +71,48 @@ __all__ = [
     "zero",
 ]
 
-register_backend()
-_parameters.install()
-around_init(_hf.loads_one_by_one)
-
 _log = speak.set_up()
+_is_complete = False
+
+
+def complete() -> None:
+    """Imports what needs torch, and registers it there: the backend, operators, parameters. `import deepc` does this,
+    but in the process of the command `deepc`, which does it when it has understood what is asked."""
+    global _is_complete
+    if _is_complete:
+        return
+    _is_complete = True
+    if env.switch("DEEPC_HUGEPAGES"):
+        # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults.
+        # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        patches.applied("thp")
+
+    from . import optim, zero
+    from .comm.c10d.backend import register_backend
+    from .comm.internode import onebit  # noqa: F401  which connects itself to optim
+    from .comm.start import init_distributed
+    from .compat import hf
+    from .compat.runtime import parameters
+    from .core import ops
+    from .nn.loss import linear_cross_entropy  # which registers operators
+    from .zero.parameters.around import around_init
+
+    register_backend()
+    parameters.install()
+    around_init(hf.loads_one_by_one)
+    globals().update(
+        init_distributed=init_distributed, linear_cross_entropy=linear_cross_entropy, ops=ops, optim=optim, zero=zero
+    )
+
+
+def _is_the_command() -> bool:
+    """Whether this is the process of `deepc` or `python -m deepc`. Not one that multiprocessing starts for it, whose
+    sys.argv is the same: what the system was given tells."""
+    name, given = sys.argv[0] if sys.argv else "", sys.orig_argv
+    if name == "-m":  # while Python looks for the package that it is to run
+        return "-m" in given and given[given.index("-m") + 1 :][:1] == [__name__]
+    return os.path.basename(name) == "deepc" and name in given
 
 
 @overload
@@ -236,6 +260,10 @@ _FACES = ("compress", "ddp_hooks", "fsdp", "lr_schedules", "memory", "monitor", 
 
 def __getattr__(name: str) -> Any:
     """What is imported when it is asked for: name -> (module, its attribute)."""
+    if not _is_complete and not name.startswith("_"):
+        complete()
+        if name in globals():
+            return globals()[name]
     if name not in _LATER and name not in _FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     where, what = _LATER.get(name, (name, None))
@@ -260,3 +288,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
     return parser
+
+
+if not _is_the_command():
+    complete()

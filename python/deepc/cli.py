@@ -1,5 +1,6 @@
 """The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS, whose module is imported when
-the subcommand is used. What each does, with examples and exit codes: docs/cli.md."""
+the subcommand is used. What each does, with examples and exit codes: docs/cli.md. Help, versions and what is wrong in a
+command line come without torch (deepc.complete)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from . import complete
 from .errors import DeepcError
 
 
@@ -58,7 +60,7 @@ _COMMANDS: dict[str, Command] = {
             "deepc plan --schedule 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg",
         ),
         f"0; {_TWO}",
-        "plan.predict.estimate.command:plan_arguments",
+        "arguments.estimate:plan_arguments",
         "parallel.simulate.onpaper:run_plan",
     ),
     "tune": Command(
@@ -83,7 +85,7 @@ _COMMANDS: dict[str, Command] = {
             "deepc simulate --pp 4 --schedule zb-v --layers 8 --micro-batches 8",
         ),
         f"0; 1 losses differ by more than 1e-6 of themselves; {_TWO}",
-        "parallel.simulate.run:add_arguments",
+        "arguments.simulate:add_arguments",
         "parallel.simulate.run:command",
     ),
     "estimate": Command(
@@ -98,7 +100,7 @@ _COMMANDS: dict[str, Command] = {
             "deepc estimate --params 7e9 --largest-layer 131072000 --ranks 8",
         ),
         f"0 it fits here, 1 it does not; {_TWO}",
-        "plan.predict.estimate.command:add_arguments",
+        "arguments.estimate:add_arguments",
         "parallel.simulate.onpaper:run_estimate",
     ),
     "config": Command(
@@ -134,7 +136,7 @@ _COMMANDS: dict[str, Command] = {
             "deepc ckpt diff a/step100 b/step100",
         ),
         f"0; 1 damaged (verify) or different (diff); {_TWO}",
-        "checkpoint.tool:add_arguments",
+        "arguments.ckpt:add_arguments",
         "checkpoint.tool:run",
     ),
     "bench": Command(
@@ -192,8 +194,6 @@ def _run(args: argparse.Namespace) -> int:
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    import torch
-
     from .core.lib import C
 
     core = C.dc_version().decode()
@@ -201,7 +201,13 @@ def _version() -> str:
         package = version("deepc-torch")
     except PackageNotFoundError:  # imported from a source tree
         package = core
-    return f"deepc {package} (C core {core}, torch {torch.__version__}, Python {sys.version.split()[0]})"
+    try:
+        below = version("torch")
+    except PackageNotFoundError:  # torch without its metadata says it itself
+        import torch
+
+        below = torch.__version__
+    return f"deepc {package} (C core {core}, torch {below}, Python {sys.version.split()[0]})"
 
 
 class _ShowVersion(argparse.Action):
@@ -290,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(guide())
         return 0
     try:
+        complete()
         return int(_resolve(_COMMANDS[args.command].run)(args))
     except DeepcError as exc:
         print(f"deepc {args.command}: error: {exc}", file=sys.stderr)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from deepc import cli
 from deepc.cli import main
 from deepc.errors import ArgumentError
 from deepc.observe.diagnose import bench, doctor
+from programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +31,43 @@ def test_help_teaches(name, capsys):
         main([name, "--help"])
     out = capsys.readouterr().out
     assert exc.value.code == 0 and "examples:" in out and "exit code:" in out and f"deepc {name}" in out
+
+
+# As the installed script; what it prints at its end is of its own process.
+_SCRIPT = """import sys
+from deepc.cli import main
+try:
+    main()
+finally:
+    print("torch:", "torch" in sys.modules)
+    if sys.argv[-1] == "--version":
+        import deepc
+        print("later:", deepc.zero.Init is not None and "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], *([n, "--help"] for n in cli._COMMANDS), ["ckpt", "export", "--help"]], ids=" ".join
+)
+def test_version_and_help_come_without_torch(words, tmp_path):
+    (tmp_path / "deepc").write_text(_SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "deepc", *words], capture_output=True, text=True)
+    assert done.returncode == 0 and "torch: False" in done.stdout, done.stdout + done.stderr
+    if words == ["--version"]:
+        import torch
+
+        assert f"torch {torch.__version__}," in done.stdout and "later: True" in done.stdout
+
+
+def test_python_m_deepc_does_without_torch_too():
+    """And who imports deepc has all of it at once."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "deepc", "--version"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("deepc ")
+    assert "argparse" in done.stderr and not re.search(r"\| *torch$", done.stderr, re.M)
+    done = run_python("-c", "import sys, deepc; print('deepc.nn.loss' in sys.modules)", "-m", "deepc")
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", cli._COMMANDS)

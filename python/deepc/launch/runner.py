@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from ..comm.place import refuse_few_descriptors
 from . import mpi
 from .driver import GRACE_S, Driver
 from .failure import Failure, first_failure, report
@@ -101,6 +100,8 @@ def run(launch: Launch) -> int:
     alive, on any host. Raises CommError if a host can't be reached, or the ranks can't be started, ConfigError if
     `ulimit -n` is too small for them. Call it in the main
     thread."""
+    from ..comm.place import refuse_few_descriptors  # here: the options above need no torch
+
     refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
         print(launch.describe(), file=sys.stderr, flush=True)

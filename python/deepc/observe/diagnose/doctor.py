@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ...core import env
-from ...core.foreign import patches, private
+from ...core.foreign import patches
 from ...errors import ArgumentError, ConfigError, DeepcError
 from . import diagnosis, flight
 
@@ -195,6 +195,8 @@ def _variables() -> list[Check]:
 def _foreign() -> list[Check]:
     """What of torch's inside is missing, and each change that deepc makes to other libraries, with how to turn it
     off."""
+    from ...core.foreign import private
+
     gone = private.missing()
     fix = "; ".join(f"{row.name}: {row.without}" for row in gone)
     text = f"all {len(private.NAMES)} are there" if not gone else f"{len(gone)} of {len(private.NAMES)} are missing"
@@ -508,6 +510,7 @@ def _test_rank(rank: int, folder: str) -> None:
 
     from ...comm import shared
     from ...comm.c10d.backend import register_backend
+    from ...core.foreign import private
     from ...core.lib import counters
 
     register_backend()
