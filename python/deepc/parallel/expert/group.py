@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError
+from ...nn import rows as rows_of
+from ...nn.rows import Rows
 from ...plan.mesh import Mesh
-from ...plan.predict import rows as rows_of
-from ...plan.predict.rows import Rows
 from ..axes import AxisGroup, axis_group
 
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from ...core.foreign import private
 from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...nn import rows as rows_of
+from ...nn.rows import Rows
 from ...plan.mesh import Mesh
-from ...plan.predict import rows as rows_of
-from ...plan.predict.rows import Rows
 from .dispatch import combine, dispatch
 from .gate import Routes, TopKGate
 from .group import ExpertGroup, expert_group, mesh_with_experts

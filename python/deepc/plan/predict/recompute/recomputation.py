@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 
 from ....core.foreign import private
 from ....errors import ConfigError
-from .. import rows
+from ....nn import rows
 from . import choice as recompute
 from .blocks import Hand, find_blocks, hand_of, leave, take
 from .choice import Call, Choice, Rates

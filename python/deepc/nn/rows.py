@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.foreign import private
+from ..core.foreign import private
 
 
 class Rows(NamedTuple):
