@@ -13,6 +13,7 @@ from deepc.engine.states.recompute import rounds
 from deepc.errors import ConfigError
 from deepc.parallel.expert import MoE
 from deepc.plan.mesh import Mesh
+from deepc.plan.predict import recompute
 from ranks import run_ranks as _run_ranks
 from test_recompute import KEY, Held
 from torch import nn
@@ -316,6 +317,45 @@ def _gets_others(rank, world):
 def test_ranks_that_get_tensors_of_other_dimensions():
     (first, plans), (second, others) = run_ranks(_gets_others, 2)
     assert first[0] == first[1] and second[0] == second[1] and plans == others and len(plans) == 1
+
+
+def _disk_fails(rank, world, folder, method):
+    """What a rank says when the disk of the second one fails in a forward (put) or a backward (get)."""
+    import deepc
+    from deepc.engine.states.activations import Moves
+    from deepc.errors import DeepcError, DiskError
+    from deepc.offload import spill
+
+    Moves.measure = lambda self: recompute.Rates(0.0, 0.0, 1e-13)
+    disk = {"nvme_path": folder, "min_bytes": 256}
+
+    def begun(budget):
+        engine = deepc.initialize(model=Net(GATES, ep=2), config=config(budget, deepc={"activations": disk}))[0]
+        engine.backward(engine(batch(0, rank)))
+        engine.step()
+        return engine
+
+    engine = begun("1TB")
+    budget = between(engine.recomputation.stats(), 0.6)
+    engine.destroy()
+    engine = begun(budget)
+    assert engine.recomputation.stats()["on_disk"] > 0
+
+    def refuses(*args):
+        raise DiskError("[made by the test]")
+
+    if rank == 1:
+        setattr(spill.Spill if method == "put" else spill.Spilled, method, refuses)
+    with pytest.raises(DeepcError) as told:
+        engine.backward(engine(batch(1, rank)))
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+@pytest.mark.parametrize("method", ["get", pytest.param("put", marks=FULL)])
+def test_a_disk_that_fails_inside_of_a_block_is_an_error_on_all_ranks(method, tmp_path):
+    other, mine = run_ranks(_disk_fails, 2, str(tmp_path), method)
+    assert mine == "DiskError: [made by the test]"
+    assert other.startswith("AbortedError") and "rank 1 broke off a pass: DiskError: [made by the test]" in other
 
 
 # ---- beside other ways to share a model ------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ..comm.groups import abort
 from ..core import memory
 from ..core.foreign import private
 from ..errors import MisuseError
+from ..parallel.axes import opened_comms
 from ..parallel.pipeline.part import further_names
 from .policy.precision import name_of
 
@@ -274,6 +276,12 @@ class EngineBase(ModelWrapper):
         counts, and saves, them."""
         at = self.mesh.coordinates(self.everyone.rank)
         return (at.tp == 0 or id(p) in self.cuts) and (at.ep == 0 or id(p) in self.spread)
+
+    def break_groups(self, reason: str) -> None:
+        """Ranks that wait for this one get an AbortedError at once; the engine must be made again."""
+        for comm in opened_comms(self.mesh):
+            comm.abort(reason)
+        abort([self.group, self.everyone], reason)
 
     def step_is_whole(self) -> None:
         """A step that was broken off is finished, or undone by a checkpoint."""

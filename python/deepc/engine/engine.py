@@ -61,7 +61,7 @@ class Engine(EngineBase):
             inputs, kwargs = self.curriculum.forward(self.global_steps + 1, inputs, kwargs)
         self.events.begin("forward", (inputs, kwargs))
         try:
-            with self.activations.around(), self.recomputation.around((inputs, kwargs)):
+            with self._disk_is_told(), self.activations.around(), self.recomputation.around((inputs, kwargs)):
                 out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():
                 self.hooks.watch(out)
@@ -109,11 +109,14 @@ class Engine(EngineBase):
             return
         mine: DiskError | None = None
         try:
-            self.hooks.run(backward, boundary, self.loss_scale)
+            with self._disk_is_told():
+                self.hooks.run(backward, boundary, self.loss_scale)
         except DiskError as exc:
             mine = exc
             with contextlib.suppress(DiskError):
                 self.hooks.give_up()
+            if self._passes_together:
+                raise
         if told := failures(self.everyone, mine):
             self.hooks.give_up()
             self.broken_pass = True
@@ -123,6 +126,21 @@ class Engine(EngineBase):
                 " engine.zero_grad() on every rank and go on with the step's first micro-batch, or load a checkpoint if"
                 " it is damage"
             ) from mine
+
+    @property
+    def _passes_together(self) -> bool:
+        """Whether ranks wait for each other inside of forwards and backwards."""
+        return max(self.mesh.tp, self.mesh.sp, self.mesh.ep) > 1
+
+    @contextlib.contextmanager
+    def _disk_is_told(self) -> Iterator[None]:
+        """Where they do, one whose disk breaks it off there breaks their groups, so that all have an error at once."""
+        try:
+            yield
+        except DiskError as exc:
+            if self._passes_together:
+                self.break_groups(f"rank {self.everyone.rank} broke off a pass: {type(exc).__name__}: {exc}")
+            raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale of fp16 training, for scripts that call backward themselves:

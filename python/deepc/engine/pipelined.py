@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.groups import abort
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
-from ..parallel.expert.group import expert_group
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
-from ..parallel.tensor.group import tensor_group
 from ..zero.parameters.param import version_of
 from .base import StepResult, say
 from .engine import Engine
@@ -239,12 +236,7 @@ class PipelineEngine(Engine):
                 f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
                 f" {type(exc).__name__}: {exc}"
             )
-            for comm in [
-                *tensor_group(self.mesh).comms(),
-                *(expert_group(self.mesh).comms() if self.mesh.ep > 1 else ()),
-            ]:
-                comm.abort(reason)
-            abort([self.group, self.everyone], reason)
+            self.break_groups(reason)
             raise
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:

@@ -38,6 +38,14 @@ def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "de
     return found
 
 
+def opened_comms(mesh: Mesh) -> list[Comm]:
+    """Of this rank's groups along the axes of the mesh that exist by now: what breaks if a rank gives up."""
+    made = _opened.get(dist.group.WORLD, {})
+    shared = (axis for axis in ("tp", "sp", "ep") if getattr(mesh, axis) > 1)
+    groups = (made.get((axis, mesh.groups(axis))) for axis in shared)
+    return [comm for g in groups if (comm := getattr(g, "live_comm", None)) is not None]
+
+
 class AxisGroup:
     """A process group (backend "deepc", or any other that has the device) of the ranks along an axis. On one node its
     sums go to the C core: they run where the tensors lie, in fp32 in the order of ranks, with equal bits on all of
