@@ -27,12 +27,18 @@ _SPARSE = (
     " BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
 )
 
+_TP_LAYERS = (
+    "LinearLayer LinearAllreduce SubParamLinearLayer SubParamLinearAllreduce GateUpPack_LinearLayer"
+    " GatherReplacedLayerParams set_autotp_mode is_autotp_training_mode"
+)
+
 MODULES: dict[str, str] = {
     "": (
         """
         deepc.compat.runtime.engine: initialize DeepSpeedEngine PipelineEngine
         deepc.pipe: PipelineModule
         deepc: add_config_arguments tp_model_init
+        deepc.compat.runtime.parallel.layers: set_autotp_mode
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
@@ -76,12 +82,17 @@ MODULES: dict[str, str] = {
     "moe.experts": "deepc.parallel.expert: Experts",
     "moe.layer": "deepc.parallel.expert: Experts MoE MOELayer TopKGate",
     "moe.mappings": "",
-    "moe.sharded_moe": "deepc.parallel.expert: MOELayer TopKGate",
+    "moe.sharded_moe": """
+        deepc.parallel.expert: MOELayer TopKGate
+        deepc.compat.runtime.parallel.gating: top1gating top2gating topkgating
+    """,
     "moe.utils": (
         "deepc.parallel.expert: MoE has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups"
         " split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
     ),
-    "module_inject": "",
+    "module_inject": f"deepc.compat.runtime.parallel.layers: {_TP_LAYERS}",
+    "module_inject.layers": f"deepc.compat.runtime.parallel.layers: {_TP_LAYERS}",
+    "module_inject.tp_shard": "deepc.compat.runtime.parallel.layers: get_shard_size get_shard_size_list",
     "monitor": "",
     "monitor.config": (
         "deepc.compat.runtime.settings.sections: DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig WandbConfig CSVConfig"
@@ -180,8 +191,15 @@ MODULES: dict[str, str] = {
     "runtime.pipe.engine": "deepc.compat.runtime.engine: PipelineEngine",
     "runtime.pipe.module": "deepc.pipe: LayerSpec PipelineModule TiedLayerSpec",
     "runtime.sequence_parallel": "",
+    "runtime.sequence_parallel.ulysses_sp": """
+        deepc.compat.runtime.parallel.ulysses: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+        deepc.compat.runtime.parallel.tiled: TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
+    """,
     "sequence": "",
-    "sequence.layer": "deepc.parallel.sequence: DistributedAttention",
+    "sequence.layer": """
+        deepc.parallel.sequence: DistributedAttention
+        deepc.compat.runtime.parallel.ulysses: _SeqAllToAll=SeqAllToAll
+    """,
     "runtime.utils": (
         """
         deepc.compat.helpers.utils: see_memory_usage memory_status empty_cache move_to_device copy_to_device set_random_seed clip_grad_norm_
@@ -287,6 +305,7 @@ REAL_MODULES: dict[str, str] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.runtime.checkpointing",
     "deepspeed.runtime.pipe.schedule": "deepc.compat.runtime.pipe.schedule",
     "deepspeed.runtime.pipe.topology": "deepc.compat.runtime.pipe.topology",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepc.compat.runtime.parallel.sequence_state",
     "deepspeed.utils.groups": "deepc.compat.helpers.groups",
     "deepspeed.utils.timer": "deepc.compat.helpers.timer",
     "deepspeed.utils.zero_to_fp32": "deepc.compat.runtime.zero_to_fp32",
@@ -312,7 +331,6 @@ _DATA = "random-LTD, sampling by difficulty and the analysis of data are not bui
 LACKING: dict[str, str] = {
     "DualPipeVEngine": _DUAL,
     "DualPipeVModule": _DUAL,
-    "set_autotp_mode": _TP,
     "DeepSpeedHybridEngine": (
         "the hybrid engine is not built; call generate on the trained engine's module (under stage 3 inside deepc's"
         " engine.keep_gathered())"
@@ -361,7 +379,7 @@ LACKING: dict[str, str] = {
     "runtime.progressive_layer_drop": _GONE,
     "runtime.quantize": _GONE,
     "runtime.rollout": "rollouts are not built; call generate on the engine's module",
-    "runtime.sequence_parallel": _SP,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPFwdLossBwdWithLogits": _SP,
     "runtime.tensor_parallel": _TP,
     "runtime.superoffload": "SuperOffload is not built; use offload_optimizer",
     "runtime.swap_tensor": _NVME,

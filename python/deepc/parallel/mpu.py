@@ -32,6 +32,9 @@ def _ask(mpu: Any, kinds: tuple[str, ...], what: str) -> Any:
 def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
     """The configuration with mpu's number of tensor-parallel ranks, and the model with the cuts that its parameters
     tell of. ArgumentError, ConfigError where they contradict each other."""
+    source, sequence = _with_sequences(source, mpu)
+    if sequence > 1 and _ask(mpu, ("data",), "world_size") is None:
+        return source  # DeepSpeed's parallel_state_sp: of sequences alone, under the names of models
     size = _ask(mpu, _TENSOR, "world_size")
     if size is None or _ask(mpu, ("data",), "world_size") is None:
         raise ArgumentError(
@@ -57,6 +60,20 @@ def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
             " tensor_parallel.autotp_size, and deepc cuts the model"
         )
     return {**raw, "tensor_parallel": {**section, "autotp_size": size}}
+
+
+def _with_sequences(source: Any, mpu: Any) -> tuple[Any, int]:
+    """(the configuration with mpu's number of ranks that share a sequence, the number)."""
+    size = _ask(mpu, ("sequence",), "world_size") or 1
+    if size == 1:
+        return source, 1
+    raw = dict(read(source.raw if isinstance(source, Config) else source)[0])
+    if (asked := raw.setdefault("sequence_parallel_size", size)) != size:
+        raise ConfigError(
+            f"sequence_parallel_size = {asked}, and mpu has {size} ranks of a sequence; make them equal, or leave the"
+            " key out"
+        )
+    return raw, size
 
 
 def _take_cuts(model: torch.nn.Module, ranks: int, rank: int) -> None:
@@ -87,25 +104,32 @@ def _is_cut(p: torch.Tensor) -> bool:
 def refuse_another_order(mpu: Any, mesh: Mesh) -> None:
     """ConfigError if mpu has the ranks elsewhere than the mesh."""
     rank = dist.get_rank()
-    sizes = {
-        "model-parallel ranks": (_ask(mpu, _TENSOR, "world_size"), mesh.tp),
-        "pipeline stages": (_ask(mpu, _STAGES, "world_size") or mesh.pp, mesh.pp),
-        "data-parallel ranks": (_ask(mpu, ("data",), "world_size"), mesh.dp * mesh.sp),
-    }
+    sequence = _ask(mpu, ("sequence",), "world_size") or 1
+    data = mesh.dp * mesh.sp if sequence == 1 else mesh.dp  # Megatron's are of samples, if it knows of sequences
+    sizes = {"ranks of a sequence": (sequence, mesh.sp if sequence > 1 else 1)}
+    if _ask(mpu, ("data",), "world_size") is not None:
+        sizes |= {
+            "model-parallel ranks": (_ask(mpu, _TENSOR, "world_size"), mesh.tp),
+            "pipeline stages": (_ask(mpu, _STAGES, "world_size") or mesh.pp, mesh.pp),
+            "data-parallel ranks": (_ask(mpu, ("data",), "world_size"), data),
+        }
     if found := [f"{theirs} {what} (here {ours})" for what, (theirs, ours) in sizes.items() if theirs != ours]:
         raise ConfigError(
             f"initialize(mpu=...) has {', '.join(found)}; the configuration's tensor_parallel.autotp_size,"
             f" pipeline.stages and sequence_parallel_size give the mesh {mesh}"
         )
-    groups = {
-        "model": (_ask(mpu, _TENSOR, "group"), mesh.group("tp", rank)),
-        "data": (_ask(mpu, ("data",), "group"), mesh.replicas(rank)),
-    }
+    groups = {"sequence": (_ask(mpu, ("sequence",), "group") if sequence > 1 else None, mesh.group("sp", rank))}
+    if "data-parallel ranks" in sizes:
+        replicas = mesh.replicas(rank) if sequence == 1 else mesh.group("dp", rank)
+        groups |= {
+            "model": (_ask(mpu, _TENSOR, "group"), mesh.group("tp", rank)),
+            "data": (_ask(mpu, ("data",), "group"), replicas),
+        }
     for kind, (group, ours) in groups.items():
         theirs = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ours
         if sorted(theirs) != sorted(ours):
             raise ConfigError(
                 f"initialize(mpu=...): rank {rank} is {kind}-parallel with the ranks {list(theirs)}, and in deepc's"
-                f" order with {list(ours)}: ranks that share tensors are neighbours, then come data-parallel ranks,"
-                " then stages (Megatron-LM's order tp-dp-pp)"
+                f" order with {list(ours)}: ranks that share tensors are neighbours, then come those of a sequence,"
+                " then data-parallel ranks, then stages (Megatron-LM's order tp-cp-dp-pp)"
             )

@@ -108,15 +108,21 @@ def mend(common: dict[str, Any]) -> None:
     of killing the worker, and a test that hangs fails by itself, not the session with it. Workers are forked off a
     process that has imported what every test does."""
     from deepc.compat.runtime.engine import DeepSpeedEngine
+    from deepc.zero.parameters import owners
     from deepc.zero.step.update import ShardedOptimizer
 
     def masters(self: Any) -> list[Any]:
         state = self._state
         return [state.master] if state.master is not None else [p.data for p in state.trained]
 
+    def norm(self: Any) -> Any:
+        return next(e for e in owners.alive() if e.optimizer is self).get_global_grad_norm()
+
     # Private attributes that the suite's helper for checkpoints reads of every model: the second is only watched, for
-    # not being called, and of the third's values those before and after are compared.
+    # not being called, and of the third's values those before and after are compared. The norm is
+    # engine.get_global_grad_norm().
     ShardedOptimizer.fp32_partitioned_groups_flat = property(masters)  # type: ignore[attr-defined]
+    ShardedOptimizer._global_grad_norm = property(norm)  # type: ignore[attr-defined]
     DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # type: ignore[attr-defined]
     DeepSpeedEngine._get_optimizer_ckpt_name = None  # type: ignore[attr-defined]
     execution, mp, pytest = common["DistributedExec"], common["mp"], common["pytest"]

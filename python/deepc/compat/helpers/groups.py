@@ -1,6 +1,6 @@
-"""deepspeed.utils.groups: the ranks that share a model's tensors, and those that hold the same shards of it, as the
-last engine has them. Before it all ranks are data-parallel. Expert parallelism is of size 1, its groups this rank
-alone."""
+"""deepspeed.utils.groups: the ranks that share a model's tensors, those that share sequences, and those that hold the
+same shards of the model, as the last engine has them. Before it all ranks are data-parallel, but for the sequences of
+parallel_state_sp. Expert parallelism is of size 1, its groups this rank alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import UnsupportedError
+from ...parallel.axes import axis_group
+from ...parallel.sequence import sequence_group
 from ...parallel.tensor.group import tensor_group
 from ...plan.mesh import Mesh
+from ..runtime.parallel import sequence_state
 from .comm import get_rank, get_world_size
 
 _mesh = Mesh()  # of the last engine
@@ -40,9 +43,19 @@ def engine_has(mesh: Mesh) -> None:
     _mesh = mesh
 
 
+def _known() -> bool:
+    """Whether the last engine's ranks are those of this default group."""
+    return dist.is_initialized() and _mesh.size == dist.get_world_size()
+
+
 def _cut() -> bool:
     """Whether the last engine, in this default group, has tensor-parallel ranks."""
-    return _mesh.tp > 1 and dist.is_initialized() and _mesh.size == dist.get_world_size()
+    return _mesh.tp > 1 and _known()
+
+
+def _shared() -> bool:
+    """Whether its ranks share sequences."""
+    return _mesh.sp > 1 and _known()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -54,7 +67,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         )
 
 
-def _get_data_parallel_group() -> Any:
+def _get_sequence_data_parallel_group() -> Any:
     """Those with the same shards. Made by all ranks at the first call: collective."""
     global _replicas_of
     if not _cut():
@@ -69,8 +82,21 @@ def _get_data_parallel_group() -> Any:
     return _replicas[mine]
 
 
-def _get_data_parallel_world_size() -> int:
+def _get_sequence_data_parallel_world_size() -> int:
     return _mesh.dp * _mesh.sp if _cut() else get_world_size()
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return list(_mesh.replicas(get_rank())).index(get_rank()) if _cut() else get_rank()
+
+
+def _get_data_parallel_group() -> Any:
+    """Those of them with other samples: without the ranks of a sequence. Collective at the first call."""
+    return axis_group(_mesh, "dp", lambda group: group) if _shared() else _get_sequence_data_parallel_group()
+
+
+def _get_data_parallel_world_size() -> int:
+    return _mesh.dp if _shared() else _get_sequence_data_parallel_world_size()
 
 
 def _get_data_parallel_rank() -> int:
@@ -78,7 +104,28 @@ def _get_data_parallel_rank() -> int:
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
+    if _shared():
+        return list(_mesh.group("dp", get_rank()))
     return list(_mesh.replicas(get_rank())) if _cut() else list(range(get_world_size()))
+
+
+def _get_sequence_parallel_group() -> Any:
+    """Collective at the first call."""
+    if _shared():
+        return sequence_group(_mesh.sp, _mesh.tp)
+    return sequence_state.get_sequence_parallel_group() if sequence_state.is_initialized() else _only_me()
+
+
+def _get_sequence_parallel_world_size() -> int:
+    if _shared():
+        return _mesh.sp
+    return sequence_state.get_sequence_parallel_world_size() if sequence_state.is_initialized() else 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    if _shared():
+        return _mesh.coordinates(get_rank()).sp
+    return sequence_state.get_sequence_parallel_rank() if sequence_state.is_initialized() else 0
 
 
 def get_tensor_model_parallel_group() -> Any:
@@ -97,23 +144,17 @@ def _one() -> int:
     return 1
 
 
-def _zero() -> int:
-    return 0
-
-
 def _get_broadcast_src_rank() -> int:
     return 0
 
 
-get_data_parallel_group = _get_sequence_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
-_get_sequence_parallel_group = _only_me
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_group = get_tensor_model_parallel_group
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
-_get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
+_get_expert_model_parallel_world_size = _one
 get_model_parallel_rank = get_tensor_model_parallel_rank
-_get_sequence_parallel_rank = _zero
 
 
 def get_tensor_model_parallel_src_rank() -> int:

@@ -21,10 +21,11 @@ from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
 from ...errors import ArgumentError, CheckpointError, MisuseError, UnsupportedError
 from ...observe import watch
-from ..helpers.groups import engine_has
+from ..helpers import groups
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import checkpointing, optimizers, zero_to_fp32
+from .parallel import layers
 from .parameters import NoHooks
 from .settings import models
 from .zero import grad as zero_grad
@@ -160,7 +161,15 @@ class DeepSpeedEngine(Engine):
     # ---- ranks and groups --------------------------------------------------------------------------------------------
     @property
     def dp_world_size(self) -> int:
-        return self.world_size
+        return self.mesh.dp
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        return self.mesh.dp * self.mesh.sp
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.mesh.sp
 
     @property
     def mp_world_size(self) -> int:
@@ -171,29 +180,34 @@ class DeepSpeedEngine(Engine):
 
     @property
     def data_parallel_group(self) -> Any:
-        from ..helpers.groups import _get_data_parallel_group
+        return groups._get_data_parallel_group()
 
-        return _get_data_parallel_group()
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        return groups._get_sequence_data_parallel_group()
 
-    seq_data_parallel_group = data_parallel_group
-    seq_dp_world_size = dp_world_size
+    @property
+    def seq_parallel_group(self) -> Any:
+        return groups._get_sequence_parallel_group()
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.seq_parallel_group
 
     @property
     def mpu(self) -> None:
         return None
 
     def get_data_parallel_rank(self) -> int:
-        return self.global_rank
+        return self.mesh.coordinates(self.everyone.rank).dp
 
     def get_model_parallel_rank(self) -> int:
         return self.mesh.coordinates(self.everyone.rank).tp
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
-    def get_sequence_parallel_group(self) -> Any:
-        from ..helpers.groups import _get_sequence_parallel_group
-
-        return _get_sequence_parallel_group()
+    @property
+    def checkpoint_mp_rank(self) -> int:
+        return self.get_model_parallel_rank()
 
     # ---- the configuration -------------------------------------------------------------------------------------------
     def zero_optimization(self) -> bool:
@@ -321,7 +335,7 @@ class DeepSpeedEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of micro-batches of a step, from the next step on."""
-        per_pass = self.train_micro_batch_size_per_gpu() * self.world_size
+        per_pass = self.train_micro_batch_size_per_gpu() * self.mesh.dp
         if train_batch_size <= 0 or train_batch_size % per_pass:
             raise ArgumentError(
                 f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch x ranks, {per_pass}"
@@ -334,7 +348,7 @@ class DeepSpeedEngine(Engine):
             raise ArgumentError(f"set_train_micro_batch_size({micro_batch_size}): it must be positive")
         self._set_batch(
             train_micro_batch_size_per_gpu=micro_batch_size,
-            train_batch_size=micro_batch_size * self.gradient_accumulation_steps() * self.world_size,
+            train_batch_size=micro_batch_size * self.gradient_accumulation_steps() * self.mesh.dp,
         )
 
     def _set_batch(self, **sizes: int) -> None:
@@ -510,11 +524,10 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """deepspeed.initialize: (engine, optimizer, training_dataloader, lr_scheduler). As deepc.initialize; without any
-    optimizer the engine is for evaluation (as in DeepSpeed). mesh_param: sequence parallelism, UnsupportedError."""
+    optimizer the engine is for evaluation (as in DeepSpeed). mesh_param: (data-parallel ranks, ranks of a sequence),
+    as sequence_parallel_size of the configuration says it."""
     from ..helpers.comm import init_distributed
 
-    if mesh_param is not None:
-        raise UnsupportedError("initialize(mesh_param=...): sequence parallelism is not built yet; leave it out")
     if model is None:
         raise MisuseError("initialize needs model=, a torch.nn.Module, got None")
     given = config if config is not None else config_params
@@ -528,7 +541,7 @@ def initialize(
             "the configuration is given twice, as initialize(config=...) and as args.deepspeed_config; keep one"
         )
     init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
-    given = given if given is not None else named
+    given = models.with_mesh(given if given is not None else named, mesh_param)
     models.leave_earlier(model, optimizer, given)
     given = models.with_own_precision(model, given)
     models.mark_leaves(model, given)
@@ -547,6 +560,7 @@ def initialize(
         collate_fn=collate_fn,
         config=given,
     )
-    engine_has(made[0].mesh)
+    groups.engine_has(made[0].mesh)
+    layers.mark(made[0].module)
     checkpointing.follow(made[0]._config.activation_checkpointing)
     return made

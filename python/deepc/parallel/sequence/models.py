@@ -16,7 +16,7 @@ from .loss import cross_entropy
 _names = itertools.count()
 
 
-class _Grouped:
+class Grouped:
     """An attention module whose keys and values have other numbers of heads than it says."""
 
     def __init__(self, module: Any, groups: int) -> None:
@@ -63,7 +63,7 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         """query, key, value [samples, heads, positions, features]; returns [samples, positions, heads, features]."""
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return local(_Grouped(module, q.shape[1] // k.shape[1]), q, k, v, attention_mask, *args, **kwargs)[0]
+            return local(Grouped(module, q.shape[1] // k.shape[1]), q, k, v, attention_mask, *args, **kwargs)[0]
 
         out = attend(run, (query, key, value), group, heads=1, positions=2, out_heads=2, out_positions=1)
         return out, None

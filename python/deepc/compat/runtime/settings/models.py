@@ -9,7 +9,9 @@ import torch
 
 from ....config.source import read
 from ....config.tree import Config
+from ....errors import ArgumentError, ConfigError
 from ....zero.parameters import owners
+from ...helpers.comm import get_world_size
 from ...helpers.utils import (
     log_dist,
     set_z3_leaf_modules,
@@ -29,6 +31,37 @@ def leave_earlier(model: Any, optimizer: Any, source: Any) -> None:
         if engine.module is model:
             log_dist("the model belongs to an earlier engine, which is destroyed: the new one trains it", ranks=[0])
             engine.destroy()
+
+
+def with_mesh(source: Any, mesh_param: Any) -> Any:
+    """The configuration with the mesh (data-parallel ranks, ranks of a sequence) that initialize(mesh_param=) asks for,
+    and without DeepSpeed's data_parallel_size, which says the same; both are checked against the number of ranks."""
+    if isinstance(source, Config) and mesh_param is None:
+        return source
+    raw = dict(source.raw if isinstance(source, Config) else read(source)[0])
+    data = raw.pop("data_parallel_size", None)
+    if mesh_param is None and data is None:
+        return source
+    sequence = raw.get("sequence_parallel_size") or 1
+    if mesh_param is not None:
+        if not isinstance(mesh_param, (tuple, list)) or len(mesh_param) != 2:
+            raise ArgumentError(
+                f"initialize(mesh_param={mesh_param!r}): it is two numbers, of data-parallel ranks and of ranks that"
+                " share a sequence"
+            )
+        if sequence not in (1, mesh_param[1]) or data not in (None, mesh_param[0]):
+            raise ConfigError(
+                f"initialize(mesh_param={tuple(mesh_param)}): the configuration has data_parallel_size = {data} and"
+                f" sequence_parallel_size = {sequence}; make them equal, or leave one out"
+            )
+        data, sequence = mesh_param
+    others = ((raw.get("tensor_parallel") or {}).get("autotp_size") or 1) * sequence
+    if data * others != (world := get_world_size()):
+        raise ConfigError(
+            f"data_parallel_size = {data} with {others} ranks for each share of the data (sequence_parallel_size ="
+            f" {sequence}) are {data * others} ranks, and there are {world}; leave data_parallel_size out"
+        )
+    return {**raw, "sequence_parallel_size": sequence}
 
 
 def with_own_precision(model: Any, source: Any) -> Any:
