@@ -41,7 +41,10 @@ def _has_parts(module: Any) -> bool:
     return any(len(part) > 1 for part in module.cuts["weight"].parts)
 
 
-def _made(module: nn.Module, mp_group: Any, kind: str, blocks: Sequence[int] = (), gathers: bool = False) -> Any:
+def _made(
+    module: Any, mp_group: Any, kind: str, blocks: Sequence[int] = (), gathers: bool = False, name: str | None = None
+) -> Any:
+    module.__dict__["name"] = name
     group = TensorGroup(None, 0, 1) if mp_group is None else TensorGroup.of(mp_group)
     cut_module(module, kind, Region(group), blocks, gathers)
     mark(module)
@@ -59,13 +62,14 @@ class LinearLayer(metaclass=_Kind):
         mp_group: Any = None,
         skip_partition: bool = False,
         gather_output: bool = False,
+        name: str | None = None,
         **_: Any,
     ) -> Any:
         if skip_partition:
             raise UnsupportedError(
                 "LinearLayer(skip_partition=True) takes a weight that is cut already; give it the whole Linear"
             )
-        return _made(module, mp_group, "column", gathers=gather_output)
+        return _made(module, mp_group, "column", gathers=gather_output, name=name)
 
 
 class LinearAllreduce(metaclass=_Kind):
@@ -73,8 +77,8 @@ class LinearAllreduce(metaclass=_Kind):
 
     cut = Row
 
-    def __new__(cls, module: nn.Module, mp_group: Any = None, **_: Any) -> Any:
-        return _made(module, mp_group, "row")
+    def __new__(cls, module: nn.Module, mp_group: Any = None, name: str | None = None, **_: Any) -> Any:
+        return _made(module, mp_group, "row", name=name)
 
 
 def _blocks(module: Any, shape: Any, dim: int) -> tuple[int, ...]:
@@ -96,10 +100,12 @@ class SubParamLinearLayer(metaclass=_Kind):
 
     cut, parts = Column, True
 
-    def __new__(cls, module: nn.Module, mp_group: Any, shape: Any, partition_dim: int = 0, **_: Any) -> Any:
+    def __new__(
+        cls, module: nn.Module, mp_group: Any, shape: Any, partition_dim: int = 0, name: str | None = None, **_: Any
+    ) -> Any:
         if partition_dim != 0:
             raise ArgumentError(f"SubParamLinearLayer(partition_dim={partition_dim}): outputs are dimension 0")
-        return _made(module, mp_group, "column", _blocks(module, shape, 0))
+        return _made(module, mp_group, "column", _blocks(module, shape, 0), name=name)
 
 
 class SubParamLinearAllreduce(metaclass=_Kind):
@@ -107,10 +113,12 @@ class SubParamLinearAllreduce(metaclass=_Kind):
 
     cut, parts = Row, True
 
-    def __new__(cls, module: nn.Module, mp_group: Any, shape: Any, partition_dim: int = 1, **_: Any) -> Any:
+    def __new__(
+        cls, module: nn.Module, mp_group: Any, shape: Any, partition_dim: int = 1, name: str | None = None, **_: Any
+    ) -> Any:
         if partition_dim != 1:
             raise ArgumentError(f"SubParamLinearAllreduce(partition_dim={partition_dim}): inputs are dimension 1")
-        return _made(module, mp_group, "row", _blocks(module, shape, 1))
+        return _made(module, mp_group, "row", _blocks(module, shape, 1), name=name)
 
 
 class GateUpPack_LinearLayer(metaclass=_Kind):  # DeepSpeed's name
@@ -118,8 +126,8 @@ class GateUpPack_LinearLayer(metaclass=_Kind):  # DeepSpeed's name
 
     cut, parts = Column, True
 
-    def __new__(cls, module: nn.Module, mp_group: Any = None, **_: Any) -> Any:
-        return _made(module, mp_group, "column", _blocks(module, (2, -1), 0))
+    def __new__(cls, module: nn.Module, mp_group: Any = None, name: str | None = None, **_: Any) -> Any:
+        return _made(module, mp_group, "column", _blocks(module, (2, -1), 0), name=name)
 
 
 # ---- the whole of a parameter ----------------------------------------------------------------------------------------
@@ -137,7 +145,10 @@ def mark(model: nn.Module) -> None:
                 p.tensor_model_parallel, p.partition_dim = group.size > 1, cut.dim  # type: ignore[attr-defined]
                 p.gather_params = whole.gather  # type: ignore[attr-defined]
                 p._tp_partition = whole.part  # type: ignore[attr-defined]
-        module.__dict__["gather_params"], module.__dict__["_tp_partition"] = whole.gather, whole.part
+        own = module.__dict__
+        own["gather_params"], own["_tp_partition"] = whole.gather, whole.part
+        own["gather_output"] = getattr(module, "gathers", False)
+        own.setdefault("name", None)
 
 
 class _Whole:
