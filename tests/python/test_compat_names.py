@@ -55,7 +55,7 @@ def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
         lambda: QuantizationConfig(8),
         lambda: QuantizationConfig.something,
         lambda: type("Mine", (QuantizationConfig,), {})(),
-        lambda: deepspeed.set_autotp_mode(True),
+        lambda: deepspeed.autotuning(True),
     ):
         with pytest.raises(UnsupportedError, match="does not exist in deepc: .*(not built yet|see docs/)"):
             use()

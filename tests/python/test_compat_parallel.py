@@ -193,7 +193,7 @@ def _exchanges(rank, world, heads):
 
 
 def test_the_exchange_of_sequences_for_heads_goes_there_and_back():
-    from deepc.compat.runtime.parallel.layers import get_shard_size_list
+    from deepc.compat.helpers.parallel.layers import get_shard_size_list
 
     heads = 3
     whole = torch.arange(2 * 4 * heads * 3, dtype=torch.float64).view(2, 4, heads, 3)

@@ -38,7 +38,7 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.engine: initialize DeepSpeedEngine PipelineEngine
         deepc.pipe: PipelineModule
         deepc: add_config_arguments tp_model_init
-        deepc.compat.runtime.parallel.layers: set_autotp_mode
+        deepc.compat.helpers.parallel.layers: set_autotp_mode
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
@@ -84,15 +84,15 @@ MODULES: dict[str, str] = {
     "moe.mappings": "",
     "moe.sharded_moe": """
         deepc.parallel.expert: MOELayer TopKGate
-        deepc.compat.runtime.parallel.gating: top1gating top2gating topkgating
+        deepc.compat.helpers.parallel.gating: top1gating top2gating topkgating
     """,
     "moe.utils": (
         "deepc.parallel.expert: MoE has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups"
         " split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
     ),
-    "module_inject": f"deepc.compat.runtime.parallel.layers: {_TP_LAYERS}",
-    "module_inject.layers": f"deepc.compat.runtime.parallel.layers: {_TP_LAYERS}",
-    "module_inject.tp_shard": "deepc.compat.runtime.parallel.layers: get_shard_size get_shard_size_list",
+    "module_inject": f"deepc.compat.helpers.parallel.layers: {_TP_LAYERS}",
+    "module_inject.layers": f"deepc.compat.helpers.parallel.layers: {_TP_LAYERS}",
+    "module_inject.tp_shard": "deepc.compat.helpers.parallel.layers: get_shard_size get_shard_size_list",
     "monitor": "",
     "monitor.config": (
         "deepc.compat.runtime.settings.sections: DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig WandbConfig CSVConfig"
@@ -192,13 +192,13 @@ MODULES: dict[str, str] = {
     "runtime.pipe.module": "deepc.pipe: LayerSpec PipelineModule TiedLayerSpec",
     "runtime.sequence_parallel": "",
     "runtime.sequence_parallel.ulysses_sp": """
-        deepc.compat.runtime.parallel.ulysses: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
-        deepc.compat.runtime.parallel.tiled: TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
+        deepc.compat.helpers.parallel.ulysses: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+        deepc.compat.helpers.parallel.tiled: TiledMLP TiledFusedLogitsLoss sequence_tiled_compute
     """,
     "sequence": "",
     "sequence.layer": """
         deepc.parallel.sequence: DistributedAttention
-        deepc.compat.runtime.parallel.ulysses: _SeqAllToAll=SeqAllToAll
+        deepc.compat.helpers.parallel.ulysses: _SeqAllToAll=SeqAllToAll
     """,
     "runtime.utils": (
         """
@@ -305,7 +305,7 @@ REAL_MODULES: dict[str, str] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.runtime.checkpointing",
     "deepspeed.runtime.pipe.schedule": "deepc.compat.runtime.pipe.schedule",
     "deepspeed.runtime.pipe.topology": "deepc.compat.runtime.pipe.topology",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepc.compat.runtime.parallel.sequence_state",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepc.compat.helpers.parallel.sequence_state",
     "deepspeed.utils.groups": "deepc.compat.helpers.groups",
     "deepspeed.utils.timer": "deepc.compat.helpers.timer",
     "deepspeed.utils.zero_to_fp32": "deepc.compat.runtime.zero_to_fp32",

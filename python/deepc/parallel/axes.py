@@ -22,8 +22,18 @@ _opened: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 
 def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "deepc") -> T:
-    """of(the process group of this rank along an axis of the mesh), which is made once for a default group, an axis and
-    what ranks it joins, and `of` it once for a function. Collective over all ranks."""
+    """of(the process group of this rank along an axis of the mesh), each made once for a default group, an axis and
+    what ranks it joins. Collective over all ranks."""
+    process_group = axis_process_group(mesh, axis, backend)
+    made = _opened[dist.group.WORLD]
+    if (key := (axis, mesh.groups(axis), of)) not in made:
+        made[key] = of(process_group)
+    found: T = made[key]
+    return found
+
+
+def axis_process_group(mesh: Mesh, axis: str, backend: str = "deepc") -> Any:
+    """The process group itself."""
     groups = mesh.groups(axis)
     made = _opened.setdefault(dist.group.WORLD, {})
     if (key := (axis, groups)) not in made:
@@ -32,10 +42,7 @@ def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "de
             opened = dist.new_group(list(ranks), backend=backend)
             if me in ranks:
                 made[key] = opened
-    if (axis, groups, of) not in made:
-        made[axis, groups, of] = of(made[key])
-    found: T = made[axis, groups, of]
-    return found
+    return made[key]
 
 
 def opened_comms(mesh: Mesh) -> list[Comm]:

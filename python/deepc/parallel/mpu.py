@@ -126,6 +126,8 @@ def refuse_another_order(mpu: Any, mesh: Mesh) -> None:
             "data": (_ask(mpu, ("data",), "group"), replicas),
         }
     for kind, (group, ours) in groups.items():
+        if len(ours) == 1:  # shared with nobody: objects that have no such ranks give any group
+            continue
         theirs = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ours
         if sorted(theirs) != sorted(ours):
             raise ConfigError(

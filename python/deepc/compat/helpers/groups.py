@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import UnsupportedError
-from ...parallel.axes import axis_group
+from ...parallel.axes import axis_process_group
 from ...parallel.sequence import sequence_group
 from ...parallel.tensor.group import tensor_group
 from ...plan.mesh import Mesh
-from ..runtime.parallel import sequence_state
 from .comm import get_rank, get_world_size
+from .parallel import sequence_state
 
 _mesh = Mesh()  # of the last engine
 _replicas: dict[Any, Any] = {}  # ranks -> their group, in the default group of `_replicas_of`
@@ -92,7 +92,7 @@ def _get_sequence_data_parallel_rank() -> int:
 
 def _get_data_parallel_group() -> Any:
     """Those of them with other samples: without the ranks of a sequence. Collective at the first call."""
-    return axis_group(_mesh, "dp", lambda group: group) if _shared() else _get_sequence_data_parallel_group()
+    return axis_process_group(_mesh, "dp") if _shared() else _get_sequence_data_parallel_group()
 
 
 def _get_data_parallel_world_size() -> int:

@@ -22,10 +22,10 @@ from ...engine.states.saving import together
 from ...errors import ArgumentError, CheckpointError, MisuseError, UnsupportedError
 from ...observe import watch
 from ..helpers import groups
+from ..helpers.parallel import layers
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import checkpointing, optimizers, zero_to_fp32
-from .parallel import layers
 from .parameters import NoHooks
 from .settings import models
 from .zero import grad as zero_grad

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ...plan.mesh import Mesh
-from ..axes import axis_group
+from ..axes import axis_process_group
 
 
 def sequence_group(size: int, tensor: int = 1, backend: str = "deepc") -> Any:
@@ -26,11 +26,7 @@ def sequence_group(size: int, tensor: int = 1, backend: str = "deepc") -> Any:
             f"sequence parallelism over {size} ranks: {world} ranks can't be shared out in groups of {size * tensor};"
             " use a size that divides them"
         )
-    return axis_group(Mesh(dp=world // (size * tensor), sp=size, tp=tensor), "sp", _itself, backend)
-
-
-def _itself(group: Any) -> Any:
-    return group
+    return axis_process_group(Mesh(dp=world // (size * tensor), sp=size, tp=tensor), "sp", backend)
 
 
 class Way(NamedTuple):

@@ -142,7 +142,7 @@ class _Vocabulary(_Parallel):
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group)
 
 
-class _ParallelHead(_Head, _Parallel):
+class ParallelHead(_Head, _Parallel):
     """The output Linear of a language model, of which each rank has some rows: whole logits, or, called with labels,
     the loss without them (nn/fuse.py asks so)."""
 
@@ -210,7 +210,7 @@ def cut_module(
         ("row", False): Row,
         ("row", True): _RowConv1D,
         ("vocabulary", False): _Vocabulary,
-        ("head", False): _ParallelHead,
+        ("head", False): ParallelHead,
     }[kind, transposed]
     own.__class__ = _fused_class(type(module), mixin)
 

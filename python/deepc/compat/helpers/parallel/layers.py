@@ -12,7 +12,7 @@ from torch import nn
 from ....errors import ArgumentError, UnsupportedError
 from ....parallel.tensor.cut import Cut
 from ....parallel.tensor.group import TensorGroup, whole_of
-from ....parallel.tensor.layers import Column, Region, Row, cut_module
+from ....parallel.tensor.layers import Column, ParallelHead, Region, Row, cut_module
 
 _training = False
 
@@ -30,7 +30,7 @@ def is_autotp_training_mode() -> bool:
 class _Kind(type):
     """Calls make a module a rank's part of itself, and isinstance() knows such modules, whoever has made them."""
 
-    cut: type
+    cut: type | tuple[type, ...]
     parts = False  # of a weight that consists of several, each of which is cut
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -54,7 +54,7 @@ def _made(
 class LinearLayer(metaclass=_Kind):
     """LinearLayer(module, mp_group): a Linear of which each rank has some outputs. `module` itself becomes it."""
 
-    cut = Column
+    cut = (Column, ParallelHead)
 
     def __new__(
         cls,
@@ -147,7 +147,7 @@ def mark(model: nn.Module) -> None:
                 p._tp_partition = whole.part  # type: ignore[attr-defined]
         own = module.__dict__
         own["gather_params"], own["_tp_partition"] = whole.gather, whole.part
-        own["gather_output"] = getattr(module, "gathers", False)
+        own["gather_output"] = getattr(module, "gathers", False) or isinstance(module, ParallelHead)
         own.setdefault("name", None)
 
 
@@ -185,7 +185,7 @@ class GatherReplacedLayerParams:
     """with GatherReplacedLayerParams(params, module): those of them that are shards are whole inside. Collective."""
 
     def __init__(self, params: Iterable[torch.Tensor] | torch.Tensor, module: nn.Module, enabled: bool = True) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self.params = [p for p in given if hasattr(p, "gather_params")] if enabled else []
 
     def __enter__(self) -> None:

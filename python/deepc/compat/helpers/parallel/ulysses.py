@@ -204,6 +204,7 @@ class UlyssesSPDataLoaderAdapter:
     def _fill(self) -> None:
         """Ends where the first rank's loader does, and begins again after that."""
         batch, failure = next(self._source, None), None
+        parts: Any
         try:
             parts = None if batch is None else self._parts(batch)
         except ArgumentError as exc:  # told to the others, who wait for this rank's parts
