@@ -393,10 +393,11 @@ def test_linear_layers_that_can_not_be_are_errors(deepspeed):
     ):
         with pytest.raises((ArgumentError, UnsupportedError), match=text):
             wrong()
-    assert not layers.is_autotp_training_mode()
-    deepspeed.set_autotp_mode(training=True)
-    assert layers.is_autotp_training_mode()
     deepspeed.set_autotp_mode()
+    assert not layers.is_autotp_training_mode()
+    assert deepspeed.tp_model_init(alone, 1) is alone and layers.is_autotp_training_mode()
+    deepspeed.set_autotp_mode(training=False)
+    assert not layers.is_autotp_training_mode()
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ MODULES: dict[str, str] = {
         """
         deepc.compat.runtime.engine: initialize DeepSpeedEngine PipelineEngine
         deepc.pipe: PipelineModule
-        deepc: add_config_arguments tp_model_init
-        deepc.compat.helpers.parallel.layers: set_autotp_mode
+        deepc: add_config_arguments
+        deepc.compat.helpers.parallel.layers: tp_model_init set_autotp_mode
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer

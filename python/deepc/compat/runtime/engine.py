@@ -561,6 +561,8 @@ def initialize(
         config=given,
     )
     groups.engine_has(made[0].mesh)
-    layers.mark(made[0].module)
+    if made[0].mesh.tp > 1:
+        layers.set_autotp_mode(training=True)
+        layers.mark(made[0].module)
     checkpointing.follow(made[0]._config.activation_checkpointing)
     return made

@@ -3,7 +3,7 @@ part. The modules are deepc's own (parallel.tensor.layers)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ....errors import ArgumentError, UnsupportedError
 from ....parallel.tensor.cut import Cut
 from ....parallel.tensor.group import TensorGroup, whole_of
 from ....parallel.tensor.layers import Column, ParallelHead, Region, Row, cut_module
+from ....parallel.tensor.rules import tp_model_init as _tp_model_init
 
 _training = False
 
@@ -25,6 +26,19 @@ def set_autotp_mode(training: bool = False) -> None:
 
 def is_autotp_training_mode() -> bool:
     return _training
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    tp_group: Any = None,
+) -> nn.Module:
+    """deepc.tp_model_init; from here on the mode is that of training."""
+    made = _tp_model_init(model, tp_size, dtype, config, tp_group)
+    set_autotp_mode(training=True)
+    return made
 
 
 class _Kind(type):
