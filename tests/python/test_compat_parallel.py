@@ -324,6 +324,11 @@ def _cut_layers(rank, world):
     from deepspeed.runtime.utils import is_model_parallel_parameter
     from deepspeed.utils import groups
 
+    halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([0])]
+    model = nn.Linear(2, 2)
+    assert deepspeed.tp_model_init(model, 2, tp_group=halves[0]) is model
+    with pytest.raises(UnsupportedError, match=r"rank 1 gave a group of the ranks \[\]"):  # on rank 0 too
+        deepspeed.tp_model_init(model, 1, tp_group=halves[1])
     section = {"autotp_size": world}
     skip = {"use_default_specs": False, "layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
     deepspeed.initialize(model=linear(2, 2), config=config(tensor_parallel={**section, "partition_config": skip}))

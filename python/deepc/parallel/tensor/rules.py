@@ -218,25 +218,33 @@ def tp_model_init(
 ) -> torch.nn.Module:
     """Notes that deepc.initialize is to cut `model` over `tp_size` ranks, as tensor_parallel.autotp_size does, and
     returns it: nothing is cut yet. dtype: of training, checked against the configuration (None: not). config: the rest
-    of the section tensor_parallel. tp_group: this rank's, of ranks next to each other, which share a model; another is
-    an UnsupportedError."""
+    of the section tensor_parallel. tp_group: this rank's, of ranks next to each other, which share a model; another,
+    on any rank, is an UnsupportedError on all. Collective if there is one."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"tp_model_init takes a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ArgumentError(f"tp_model_init(tp_size={tp_size!r}): it is a number of ranks, 1 or more")
     if tp_group is not None:
-        begin = dist.get_rank() // tp_size * tp_size
-        ours = list(range(begin, begin + tp_size))
-        theirs = dist.get_process_group_ranks(tp_group) if isinstance(tp_group, dist.ProcessGroup) else []
-        if sorted(theirs) != ours:
-            raise UnsupportedError(
-                f"tp_model_init(tp_size={tp_size}, tp_group=...): rank {dist.get_rank()} is in a group of the ranks"
-                f" {theirs}, and ranks next to each other share a model, here {ours}; leave tp_group out"
-            )
+        _refuse_another_group(tp_group, tp_size)
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"tp_model_init(dtype={dtype}): it is one of {', '.join(map(str, _DTYPES))}")
     model.__dict__[_ASKED] = {"autotp_size": tp_size, **(config or {})}, dtype
     return model
+
+
+def _refuse_another_group(group: Any, size: int) -> None:
+    """UnsupportedError, on all ranks, unless each gives the group that deepc makes. Collective over all ranks."""
+    begin = dist.get_rank() // size * size
+    ours = list(range(begin, begin + size))
+    theirs = sorted(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else []
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, (theirs, ours))
+    for rank, (theirs, ours) in enumerate(given):
+        if theirs != ours:
+            raise UnsupportedError(
+                f"tp_model_init(tp_size={size}, tp_group=...): rank {rank} gave a group of the ranks {theirs}, and"
+                f" ranks next to each other share a model, here {ours}; leave tp_group out"
+            )
 
 
 def as_noted(model: torch.nn.Module, source: Any) -> Any:
