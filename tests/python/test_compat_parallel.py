@@ -54,6 +54,7 @@ def _ulysses(rank, world, stage):
     """As DeepSpeed's tutorial of sequence parallelism writes the loop."""
     import deepc.compat.deepspeed  # noqa: F401
     import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from deepspeed.utils import groups, safe_get_full_grad
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -63,10 +64,12 @@ def _ulysses(rank, world, stage):
     try:
         model = llama()
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", world, micro_batch_size=1)
+        with pytest.raises(ValueError, match="sequence_parallel_size = 1, and initialize_sequence_parallel got 2"):
+            deepspeed.initialize(model=model, config=config(sequence_parallel_size=1), mpu=mpu)
         with pytest.raises(MisuseError, match="groups of 2 already"):
             mpu.initialize_sequence_parallel(4)
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config(stage), mpu=mpu
+            model=model, model_parameters=model.parameters(), config=config(stage), mpu=sequences
         )
         group = groups._get_sequence_parallel_group()
         sizes = (

@@ -541,7 +541,8 @@ def initialize(
             "the configuration is given twice, as initialize(config=...) and as args.deepspeed_config; keep one"
         )
     init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
-    given = models.with_mesh(given if given is not None else named, mesh_param)
+    given, mpu = models.with_sequences(given if given is not None else named, mpu)
+    given = models.with_mesh(given, mesh_param)
     models.leave_earlier(model, optimizer, given)
     given = models.with_own_precision(model, given)
     models.mark_leaves(model, given)

@@ -3,6 +3,7 @@ earlier engine trains, one that has 16-bit weights already, modules marked as le
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ....config.tree import Config
 from ....errors import ArgumentError, ConfigError
 from ....zero.parameters import owners
 from ...helpers.comm import get_world_size
+from ...helpers.parallel import sequence_state
 from ...helpers.utils import (
     log_dist,
     set_z3_leaf_modules,
@@ -62,6 +64,20 @@ def with_mesh(source: Any, mesh_param: Any) -> Any:
             f" {sequence}) are {data * others} ranks, and there are {world}; leave data_parallel_size out"
         )
     return {**raw, "sequence_parallel_size": sequence}
+
+
+def with_sequences(source: Any, mpu: Any) -> tuple[Any, Any]:
+    """(the configuration, mpu), where mpu is parallel_state_sp: the configuration says what it does."""
+    if not isinstance(mpu, ModuleType) or vars(mpu).get("_target", mpu) is not sequence_state:
+        return source, mpu
+    raw = dict(source.raw if isinstance(source, Config) else read(source)[0])
+    size = sequence_state.get_sequence_parallel_world_size()
+    if (asked := raw.setdefault("sequence_parallel_size", size)) != size:
+        raise ConfigError(
+            f"sequence_parallel_size = {asked}, and initialize_sequence_parallel got {size}; make them equal, or leave"
+            " the key out"
+        )
+    return raw, None
 
 
 def with_own_precision(model: Any, source: Any) -> Any:
