@@ -116,6 +116,12 @@ KNOWN = [
         "on purpose",
         "embeddings and tied heads are cut too",
     ),
+    Known(
+        "test_tiled_fused_logits_loss",
+        r"Greatest relative difference: 0\.01",
+        "on purpose",
+        "the test's tolerance is that of the gradient's dtype, which is fp32 here and that of the weights there",
+    ),
     Known("test_tp_plan_basic_training", "None mismatch", "on purpose", "`.grad` is empty after a backward"),
     # what the tests reach into
     Known(

@@ -22,6 +22,11 @@ def _part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
+def _tiles(t: torch.Tensor, shards: int, dim: int) -> list[torch.Tensor]:
+    """In memory of their own, as what a function gets that makes views of its input."""
+    return [tile.contiguous() for tile in t.chunk(shards, dim=dim)]
+
+
 def _refuse_shards(shards: Any) -> None:
     if not isinstance(shards, int) or shards < 1:
         raise ArgumentError(f"shards = {shards!r}: it is a number of parts, 1 or more")
@@ -41,7 +46,7 @@ class TiledMLP:
     ) -> torch.Tensor:
         """x [..., positions, features], cut into at most `shards` parts of the positions."""
         _refuse_shards(shards)
-        return torch.cat([_part(fn, module, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
+        return torch.cat([_part(fn, module, tile) for tile in _tiles(x, shards, -2)], dim=-2)
 
 
 def sequence_tiled_compute(
@@ -70,7 +75,7 @@ def sequence_tiled_compute(
         if not isinstance(t, torch.Tensor) or t.dim() < 2 or t.shape[1] != seqlen:
             shape = list(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
             raise ArgumentError(f"kwargs_to_shard: {name} is {shape}; dimension 1 must be seqlen = {seqlen}")
-    tiles = [t.chunk(shards, dim=1) for t in kwargs_to_shard.values()]
+    tiles = [_tiles(t, shards, 1) for t in kwargs_to_shard.values()]
     outputs = [_part(fn, **dict(zip(kwargs_to_shard, tile)), **kwargs_to_pass) for tile in zip(*tiles)]
     if output_reduction is None:
         return torch.cat(outputs, dim=output_unshard_dimension)
@@ -107,7 +112,7 @@ class TiledFusedLogitsLoss:
             )
         if mask is not None and mask.shape != x.shape[:2]:
             raise ArgumentError(f"mask is {list(mask.shape)}, and x has [samples, positions] = {list(x.shape[:2])}")
-        parts = [t.chunk(shards, dim=1) for t in (x, y, *(() if mask is None else (mask,)))]
+        parts = [_tiles(t, shards, 1) for t in (x, y, *(() if mask is None else (mask,)))]
         losses = [_part(fn, module, *tile) for tile in zip(*parts)]
         return _joined(losses, [t.shape[1] for t in parts[0]], output_reduction)
 
