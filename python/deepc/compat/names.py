@@ -84,7 +84,7 @@ MODULES: dict[str, str] = {
     "moe.mappings": "",
     "moe.sharded_moe": """
         deepc.parallel.expert: MOELayer TopKGate
-        deepc.compat.helpers.parallel.gating: top1gating top2gating topkgating
+        deepc.compat.helpers.parallel.gating: top1gating top2gating topkgating TUTEL_INSTALLED
     """,
     "moe.utils": (
         "deepc.parallel.expert: MoE has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups"

@@ -44,6 +44,18 @@ class _Stub(type):
 CONSTANTS = {"MIN_SWAPPABLE_BYTES": 2**20}  # private ones that the suite sizes its models by
 
 
+PRELOADED = [  # what every worker would import for itself; what is not installed is passed over
+    "torch",
+    "deepc.compat.runtime.engine",
+    "deepc.engine.build",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "unit.common",
+    "unit.simple_model",
+]
+
+
 def stub(module: str, name: str) -> Any:
     if name in CONSTANTS:
         return CONSTANTS[name]
@@ -167,7 +179,7 @@ def mend(common: dict[str, Any]) -> None:
         if any(told):
             pytest.skip(next(filter(None, told)))
 
-    mp.set_forkserver_preload(["torch", "unit.common", "unit.simple_model"])
+    mp.set_forkserver_preload(PRELOADED)
     execution._dist_run, execution._launch_daemonic_procs = _dist_run, launch
     execution.reuse_dist_env = False
 

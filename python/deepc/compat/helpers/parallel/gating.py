@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ....errors import ArgumentError
 from ....parallel.expert.gate import Routes, capacity_of, route
 
+TUTEL_INSTALLED = False  # what scripts ask before use_tutel=True, which is without effect
 Gating = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """(l_aux, combine_weights [tokens, experts, places], dispatch_mask of the same shape, exp_counts)."""
 Sparse = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
