@@ -456,10 +456,10 @@ class Told:
 def allowed_gap(losses: Sequence[float], precision: str) -> tuple[float, float]:
     """(middle of the peers' losses, how far deepc's may lie from it). losses: one of each way to train. They part by
     rounding alone (Adam's first steps are full steps of gradients that are nothing but noise): so from three ways on it
-    is 3 times what they part from each other, and never less than 1e-5 (fp32) or 5e-3 (bf16) of it. Fewer ways say too
+    is 3 times what they part from each other, and never less than 1e-5 (fp32) or 1e-3 (bf16) of it. Fewer ways say too
     little of that: 1e-4 or 1 %."""
     middle, spread = statistics.median(losses), max(losses) - min(losses)
-    few, many = (1e-4, 1e-5) if precision == "fp32" else (1e-2, 5e-3)
+    few, many = (1e-4, 1e-5) if precision == "fp32" else (1e-2, 1e-3)
     return middle, max(3 * spread, (many if len(losses) >= 3 else few) * abs(middle))
 
 
