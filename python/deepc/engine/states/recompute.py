@@ -98,7 +98,7 @@ class Recomputation(recomputation.Recomputation):
             return ((int(told[2]),),)
         sizes = torch.tensor([n for s in shapes for n in s], dtype=torch.float64)
         self._most(sizes)
-        largest = iter(sizes.int().tolist())
+        largest = iter(sizes.long().tolist())
         return tuple(tuple(next(largest) for _ in s) for s in shapes)
 
     def agreed(self, calls: list[Call], outside: int) -> tuple[list[Call], int]:
