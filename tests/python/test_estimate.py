@@ -27,7 +27,11 @@ from ranks import RankFailure, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
 
 GIB = 1 << 30
-QUICK = ("A stage 3, 2 ranks, fp32",)
+QUICK = (
+    "A stage 3, 2 ranks, fp32",
+    "H stage 0, 2 stages, 1f1b, fp32",
+    "H stage 1, 2 stages, gpipe, bf16",
+)
 
 
 def predicted_and_measured(name: str) -> None:

@@ -19,7 +19,7 @@ from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_track
 from ...plan.predict.shapes import Work
 from ...plan.schedule import Order
 from ..pipeline.cutting import chain
-from ..pipeline.cutting.calls import mapped
+from ..pipeline.cutting.calls import every_tensor, mapped
 from ..pipeline.cutting.inside import Point
 from ..pipeline.cutting.model import CutModel
 from ..pipeline.hops import Hops
@@ -187,10 +187,10 @@ class CutOnPaper(CutModel):
         self._open(model, Mesh(pp=order.ranks, dp=world), order, loss_fn, 0)
         self._micro_batches, self._work, self.looked = config.gradient_accumulation_steps or 1, Work(), 0
         dummy = getattr(model, "dummy_inputs", None)
-        with _without_values(model, None) as (heap, tracker):
+        with _without_values(model, None) as heap:
             given = empty_like(self._to_look_at(batch if dummy is None else dummy))
             heap.rebase(0)
-            self._chain, _ = chain.trace(model, lambda: self._call_whole(given), functools.partial(_points, tracker))
+            self._chain, _ = chain.trace(model, lambda: self._call_whole(given), functools.partial(_points, heap))
             with self._work:
                 units, costs = self._weighed(given if dummy is None else None)
             self.looked = heap.peak
@@ -214,9 +214,28 @@ class CutOnPaper(CutModel):
         return costs
 
 
-def _points(tracker: Any, blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
+class _Live:
+    """Bytes of tensors that are there, in the place of a ShadowHeap: real ones would take the holes of that."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def alloc(self, key: int, nbytes: int) -> None:
+        self._sizes[key] = nbytes
+        self.peak = max(self.peak, sum(self._sizes.values()))
+
+    def free(self, key: int) -> None:
+        self._sizes.pop(key, None)
+
+    def hold(self, nbytes: int) -> None:
+        self.alloc(-1, nbytes)
+        self.free(-1)
+
+
+def _points(heap: ShadowHeap, blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
     """Where blocks can be cut inside is seen by their values: one block of each kind gets some for that. What its runs
-    make is counted too: they are at a time when all that the forward has saved is there."""
+    make counts too: all that the forward has saved is there beside it."""
     kinds: dict[Any, list[Point]] = {}
     points = {}
     for i, (block, call) in enumerate(zip(blocks, calls)):
@@ -224,9 +243,13 @@ def _points(tracker: Any, blocks: list[torch.nn.Module], calls: chain.Calls) -> 
             with private.without_modes(), torch.random.fork_rng(devices=[]):
                 tensors = [*block.parameters(), *block.buffers()]
                 real = copy.deepcopy(block, {id(t): _with_values(t) for t in tensors})
-                values = mapped(call, _with_values)
+                values, live = mapped(call, _with_values), _Live()
+                tracker = make_tracker()(live)
+                for t in (*real.parameters(), *real.buffers(), *every_tensor(values)):
+                    tracker.known(t)
                 with tracker:
                     kinds[kind] = chain.points_of([real], [values]).get(0, [])
+            heap.hold(live.peak)
         if kinds[kind]:
             points[i] = kinds[kind]
     return points
@@ -248,16 +271,16 @@ def on_paper(
 
 
 @contextlib.contextmanager
-def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[ShadowHeap, Any]]:
+def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
     """The model's tensors have none, and are in this dtype (None: in their own). Those of other ranks are here too.
-    Gives the heap in which what is made inside lies, and the mode that puts it there."""
+    Gives the heap in which what is made inside lies."""
     heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
     tracker = make_tracker()(heap)
     fake = FakeModel(model, mode, tracker, dtype, (), False)
     heap.look()
     try:
         with mode, tracker:
-            yield heap, tracker
+            yield heap
     finally:
         fake.undo()
         del fake

@@ -131,6 +131,7 @@ def assembled(
     copy_ = (
         largest * 4 if plan.has_master and plan.world > 1 else 0
     )  # one parameter at a time goes to all ranks in fp32
+    looked -= code - CODE_BYTES if looked else 0  # which is run in fp32
     init = max(looked, early + copy_ + min(0, gone) if not gpu else 0) + loaded
     rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
     live = heap = saved = 0
