@@ -387,6 +387,22 @@ def test_cut_linear_layers_of_deepspeeds_names():
     run_ranks(_cut_layers, 2)
 
 
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def test_a_module_with_a_forward_of_its_own_is_told_by_its_name():
+    from deepc.parallel.tensor import TensorGroup, cut_model
+
+    specs = [{"patterns": [r".*custom\.weight$"], "partition_type": "column"}]
+    with pytest.raises(ArgumentError, match=r"custom \(Own\) would be cut, .* make it a torch.nn.Linear"):
+        cut_model(
+            nn.ModuleDict({"custom": Own()}), TensorGroup(None, 0, 2), {"partition_config": {"layer_specs": specs}}
+        )
+
+
 def test_linear_layers_that_can_not_be_are_errors(deepspeed):
     from deepspeed.module_inject import layers
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -144,6 +145,7 @@ def mend(common: dict[str, Any]) -> None:
         return Path(f"{os.environ['DEEPC_PEER_RESULTS']}.{pid}.stack")
 
     def _dist_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gc.freeze()  # some tests collect after each step, and would look at all that was imported
         faulthandler.register(signal.SIGUSR1, stack_of(os.getpid()).open("w"), all_threads=True)
         try:
             return run(self, *args, **kwargs)

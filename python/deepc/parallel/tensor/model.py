@@ -54,7 +54,7 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
     rules, source = rules_of(model, section, group.size)
     found = _find(model, rules)
     if not found:
-        raise ArgumentError(_unknown(model, source))
+        raise ArgumentError(_unknown(model, source, rules))
     strict = (section.get("partition_config") or {}).get("strict_mode", False)
     _check_rest(model, {name for name, _, _ in found}, strict or "partition_config" not in source, source)
     for name, module, rule in found:
@@ -132,7 +132,20 @@ def _blocks(module: Any, rule: Rule) -> tuple[int, ...]:
     return rule.sizes(features)
 
 
-def _unknown(model: nn.Module, source: str) -> str:
+def _unknown(model: nn.Module, source: str, rules: tuple[Rule, ...]) -> str:
+    others = [
+        f"{n} ({type(m).__name__})"
+        for n, m in model.named_modules()
+        if any(r.matches(n) for r in rules)
+        and isinstance(w := m._parameters.get("weight"), nn.Parameter)
+        and w.dim() > 1
+    ]
+    if others:
+        return (
+            f"tensor_parallel.autotp_size: by {source} {', '.join(others[:8])} would be cut, of which deepc cannot know"
+            " what its forward does with a part of the weight; make it a torch.nn.Linear, torch.nn.Embedding or"
+            " transformers' Conv1D"
+        )
     names = [f"{n or 'the model'} ({type(m).__name__})" for n, m in model.named_modules() if _can_be_cut(m)]
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
     why = f"no module's name matches {source}" if source else f"deepc has no rules for {type(model).__name__}"
