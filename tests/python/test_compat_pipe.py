@@ -151,3 +151,34 @@ def test_a_grid_of_two_stages_and_two_copies():
         ((1, 0, 1), (False, True), [2, 5, 2, 2], (0, 2, 2), hops),
         ((1, 1, 1), (False, True), [4, 5, 4, 3], (1, 3, 2), hops),
     ]
+
+
+class Widening(torch.utils.data.Dataset):
+    """Samples that can be put together with their neighbours only."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.full((1 + i // 4, 2), float(i)), torch.zeros(1 + i // 4, 2)
+
+
+def _in_order(rank, world):
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    seen = []
+    last = torch.nn.Linear(2, 2)
+    last.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    model = deepspeed.pipe.PipelineModule([torch.nn.Identity(), last], num_stages=2, loss_fn=torch.nn.MSELoss())
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, training_data=Widening())
+    for _ in range(3):
+        engine.train_batch()
+    return seen
+
+
+def test_training_data_of_a_pipeline_comes_in_its_own_order():
+    """And begins again at its end."""
+    assert run_ranks(_in_order, 2)[1] == [(2, 1, 2)] * 2 + [(2, 2, 2)] * 2 + [(2, 1, 2)] * 2

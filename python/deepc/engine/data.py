@@ -23,7 +23,7 @@ class DealtSampler(torch.utils.data.DistributedSampler[Any]):
     is drawn from (seed, epoch) as DistributedSampler draws it, a step takes the next `step` of it, and rank r of those
     the r-th, (r + ranks)-th, ... An epoch is filled up from its beginning to whole steps, or cut to them by drop_last.
 
-    epoch: of the next iteration; each begins the next one by itself, or set_epoch chooses. start: how many of this
+    shuffle: False takes the samples in the data's own order. epoch: of the next iteration; each begins the next one by itself, or set_epoch chooses. start: how many of this
     rank's samples the next iteration leaves out, where it goes on after load_checkpoint."""
 
     def __init__(self, data: Any, world: int, rank: int, step: int, drop_last: bool = False, seed: int = 0) -> None:
@@ -45,7 +45,8 @@ class DealtSampler(torch.utils.data.DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         draw = torch.Generator()
         draw.manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=draw).tolist()  # type: ignore[arg-type]  # it has a length
+        size = len(self.dataset)  # type: ignore[arg-type]  # it has a length
+        order = torch.randperm(size, generator=draw).tolist() if self.shuffle else range(size)
         first, self.start = self.start, 0
         self.epoch += 1
         for at in range(first * self.num_replicas + self.rank, self.total_size, self.num_replicas):
@@ -92,6 +93,11 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
     def deal(self, dealt: DealtSampler | MicroBatchSampler, ranks: int, micro: int) -> TimedLoader:
         self._dealt, self._ranks, self._micro = dealt, ranks, micro
         return self
+
+    def in_order(self) -> None:
+        """Samples come in the data's own order from here on."""
+        if isinstance(self._dealt, DealtSampler):
+            self._dealt.shuffle = False
 
     def __iter__(self) -> Any:
         began = time.perf_counter()

@@ -505,7 +505,13 @@ class DeepSpeedEngine(Engine):
 
 
 class PipelineEngine(pipelined.PipelineEngine, DeepSpeedEngine):
-    """That of a deepspeed.pipe.PipelineModule."""
+    """That of a deepspeed.pipe.PipelineModule. training_data comes in its own order, as DeepSpeed's pipelines read it
+    (samples whose sizes go together lie together)."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, **options: Any) -> None:
+        super().__init__(model, config, **options)
+        if self.training_dataloader is not None:
+            self.training_dataloader.in_order()
 
 
 def initialize(
