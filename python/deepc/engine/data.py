@@ -23,8 +23,9 @@ class DealtSampler(torch.utils.data.DistributedSampler[Any]):
     is drawn from (seed, epoch) as DistributedSampler draws it, a step takes the next `step` of it, and rank r of those
     the r-th, (r + ranks)-th, ... An epoch is filled up from its beginning to whole steps, or cut to them by drop_last.
 
-    shuffle: False takes the samples in the data's own order. epoch: of the next iteration; each begins the next one by itself, or set_epoch chooses. start: how many of this
-    rank's samples the next iteration leaves out, where it goes on after load_checkpoint."""
+    shuffle: False takes the samples in the data's own order. epoch: of the next iteration; each begins the next one by
+    itself, or set_epoch chooses. start: how many of this rank's samples the next iteration leaves out, where it goes on
+    after load_checkpoint."""
 
     def __init__(self, data: Any, world: int, rank: int, step: int, drop_last: bool = False, seed: int = 0) -> None:
         super().__init__(data, world, rank, shuffle=True, seed=seed, drop_last=drop_last)
