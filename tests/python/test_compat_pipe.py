@@ -170,7 +170,7 @@ def _in_order(rank, world):
     seen = []
     last = torch.nn.Linear(2, 2)
     last.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
-    model = deepspeed.pipe.PipelineModule([torch.nn.Identity(), last], num_stages=2, loss_fn=torch.nn.MSELoss())
+    model = deepspeed.pipe.PipelineModule([torch.nn.Linear(2, 2), last], num_stages=2, loss_fn=torch.nn.MSELoss())
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3}}
     engine, *_ = deepspeed.initialize(model=model, config=config, training_data=Widening())

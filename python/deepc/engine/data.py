@@ -95,7 +95,7 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
         self._dealt, self._ranks, self._micro = dealt, ranks, micro
         return self
 
-    def in_order(self) -> None:
+    def keep_order(self) -> None:
         """Samples come in the data's own order from here on."""
         if isinstance(self._dealt, DealtSampler):
             self._dealt.shuffle = False

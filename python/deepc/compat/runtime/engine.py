@@ -511,7 +511,7 @@ class PipelineEngine(pipelined.PipelineEngine, DeepSpeedEngine):
     def __init__(self, model: torch.nn.Module, config: Any, **options: Any) -> None:
         super().__init__(model, config, **options)
         if self.training_dataloader is not None:
-            self.training_dataloader.in_order()
+            self.training_dataloader.keep_order()
 
 
 def initialize(
