@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from programs import run_python
 from ranks import run_ranks
 
@@ -38,6 +40,31 @@ def fails_again_and_again(rank, world):
     engine.destroy()
     engine.destroy()  # once more does nothing
     return seen, applied
+
+
+def left_by_an_earlier_default_group(rank, world, folder):
+    from deepc.comm import start
+    from deepc.comm.groups import open_group
+
+    def ranks_are(n, name):
+        dist.init_process_group("deepc", init_method=f"file://{folder}/{name}", rank=n, world_size=world)
+        if n == 1:
+            time.sleep(0.5)  # the other one looks where it is
+        return open_group(torch.device("cpu"), start.DEFAULT_TIMEOUT)
+
+    left = ranks_are(rank, "first")
+    dist.destroy_process_group()
+    now = ranks_are(world - 1 - rank, "second")  # as another test, or another cell of a notebook
+    got = now.gather_all(torch.tensor([rank], dtype=torch.uint8)).flatten().tolist()
+    now.close()
+    left.close()
+    dist.destroy_process_group()
+    return got
+
+
+def test_an_engine_of_an_earlier_default_group_is_not_asked(tmp_path):
+    """Whoever waits looks at the ranks by the groups that it has with them: not by one that numbers them otherwise."""
+    assert run_ranks(left_by_an_earlier_default_group, 2, args=(str(tmp_path),), backend=None) == [[1, 0], [1, 0]]
 
 
 def test_failed_initialize_leaves_nothing_open():

@@ -353,7 +353,7 @@ def _disk_fails(rank, world, folder, method):
 
 @pytest.mark.parametrize("method", ["get", pytest.param("put", marks=FULL)])
 def test_a_disk_that_fails_inside_of_a_block_is_an_error_on_all_ranks(method, tmp_path):
-    other, mine = run_ranks(_disk_fails, 2, str(tmp_path), method)
+    other, mine = _run_ranks(_disk_fails, 2, args=(str(tmp_path), method), fresh=True)  # it changes classes
     assert mine == "DiskError: [made by the test]"
     assert other.startswith("AbortedError") and "rank 1 broke off a pass: DiskError: [made by the test]" in other
 

@@ -111,8 +111,14 @@ class NodeGroup(_OneNode):
         self._places = places
         self.names = list(range(world)) if names is None else names
         self._comms: list[Comm] = []
+        self._of = _default_group()
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
         _open_groups.add(self)
+
+    def is_of_now(self) -> bool:
+        """Whether `names` are ranks of the default group that there is now: an engine that nobody has ended may be of
+        an earlier one."""
+        return self._of == _default_group()
 
     def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         """A further communicator of the same ranks (collective). Closed with the group."""
@@ -347,6 +353,10 @@ Group = Union[SoloGroup, NodeGroup, MultiNodeGroup, TorchGroup]  # noqa: UP007
 MemoryGroup = Union[NodeGroup, MultiNodeGroup]  # its ranks map the same pages  # noqa: UP007
 
 
+def _default_group() -> weakref.ref[Any] | None:
+    return weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+
+
 _open_groups: weakref.WeakSet[NodeGroup] = weakref.WeakSet()
 
 
@@ -372,7 +382,7 @@ class _Watch:
 
     def __init__(self, what: str, names: Sequence[int]) -> None:
         self.what, self._names = what, names
-        comms = [(g.comm, g.names) for g in _open_groups]
+        comms = [(g.comm, g.names) for g in _open_groups if g.is_of_now()]
         world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
         if world is not None:  # last: what broke an engine says more than how its rank ended then
             comms.append((world, list(range(world.size))))
