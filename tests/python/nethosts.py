@@ -256,7 +256,7 @@ class Hosts:
                 codes = ranks._await(workers, limit_s, may_die)
                 text = [w.text() for w in workers]
             finally:
-                if any(c != 0 for c in codes) or may_die or any(w.spent for w in workers):
+                if any(c != 0 for c in codes) or may_die or any(w.has_looked for w in workers):
                     self._end_workers()
             if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
                 raise RankFailure(codes, text)

@@ -4,9 +4,9 @@
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
 Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group),
-but those that have the name deepspeed, or have looked for it (_is_spent); fresh=True starts new ones, for tests that
-change the process otherwise. New ones are forked from a process that has imported
-torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program instead: for
+but those that have the name deepspeed (_after); a job that may not take it, because transformers had looked for it
+in an earlier one, is done again in new ones. fresh=True starts new ones, for tests that change the process otherwise.
+New ones are forked from a process that has imported torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program instead: for
 what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a
 variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends
 at the limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
@@ -176,6 +176,7 @@ class _Worker:
         os.close(theirs)
         self._mark = 0
         self.spent = False  # its last job is its last
+        self.has_looked = False  # a job of it: transformers has, which it does once, and there was no DeepSpeed
 
     def start(self, folder: str, rank: int) -> None:
         self._mark = self._log.seek(0, os.SEEK_END)
@@ -246,6 +247,7 @@ def run_ranks(
     workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
         workers.append(_Worker(env or {}, executes))
+    has_looked = any(w.has_looked for w in workers[:world])
     with tempfile.TemporaryDirectory() as folder:
         job = {
             "module": fn.__module__,
@@ -268,9 +270,16 @@ def run_ranks(
             for w in [w for w in workers if w.spent]:
                 workers.remove(w)
                 w.end()
-        if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
+        failed = any(c != 0 for r, c in enumerate(codes) if r not in may_die)
+        if failed and not (has_looked and any("deepc.compat.finder.ShadowedError" in t for t in text)):
             raise RankFailure(codes, text)
-        return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)]
+        if not failed:
+            return [
+                pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)
+            ]
+    return run_ranks(
+        fn, world, args=args, backend=backend, timeout_s=timeout_s, limit_s=limit_s, may_die=may_die, env=env
+    )  # by now the pool is empty
 
 
 def run_quietly(fn: Callable, world: int, *args: Any, **options: Any) -> list[Any]:
@@ -299,8 +308,9 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
             rank = open_fds.pop(fd)
             said = os.read(fd, 1)
             codes[rank] = said[0] if said else workers[rank].process.wait() or 1  # end of file: it is gone
-            if codes[rank] == _SPENT:
-                codes[rank], workers[rank].spent = 0, True
+            if codes[rank] in (_SPENT, _HAS_LOOKED):
+                workers[rank].spent, workers[rank].has_looked = codes[rank] == _SPENT, True
+                codes[rank] = 0
             if codes[rank] != 0 and rank not in may_die:
                 end = min(end, time.monotonic() + 20)
     for rank in open_fds.values():
@@ -311,15 +321,17 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
 
 
 # ---- the worker ------------------------------------------------------------------------------------------------------
-_SPENT = 2  # what a worker says instead of 0
+_SPENT, _HAS_LOOKED = 2, 3  # what a worker says instead of 0
 
 
-def _is_spent() -> bool:
-    """Whether what the name `deepspeed` means is settled in this process: it is deepc's or DeepSpeed's, or transformers
-    has looked for it, which it does once (deepc.compat.finder.ShadowedError). No other job should begin with that."""
-    names = {"deepspeed", "deepc.compat.deepspeed", "transformers.integrations.deepspeed"}
+def _after() -> int:
+    """What a job has made of the name `deepspeed` in this process: deepc's or DeepSpeed's, with which no other job
+    should begin; or transformers has looked for it, which most jobs do not mind, but deepc can't take it any more
+    (deepc.compat.finder.ShadowedError)."""
     finder = sys.modules.get("deepc.compat.finder")
-    return not names.isdisjoint(sys.modules) or (finder is not None and finder.is_installed())
+    if not {"deepspeed", "deepc.compat.deepspeed"}.isdisjoint(sys.modules) or (finder and finder.is_installed()):
+        return _SPENT
+    return _HAS_LOOKED if "transformers.integrations.deepspeed" in sys.modules else 0
 
 
 def _run_job(rank: int, folder: str) -> None:
@@ -368,7 +380,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
             code = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(result_fd, bytes([code or (_SPENT if _is_spent() else 0)]))
+        os.write(result_fd, bytes([code or _after()]))
 
 
 if __name__ == "__main__":

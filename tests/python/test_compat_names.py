@@ -100,11 +100,11 @@ def _ends(rank, world, how):
     return os.getpid(), free
 
 
-def test_no_job_of_ranks_goes_on_where_the_name_is_settled():
-    ran = [run_ranks(_ends, 1, args=(how,))[0] for how in ("", "looked", "ours", "", "")]
+def test_a_job_of_ranks_that_takes_the_name_begins_where_it_is_free():
+    ran = [run_ranks(_ends, 1, args=(how,))[0] for how in ("", "looked", "", "ours", "", "")]
     pids = [pid for pid, _ in ran]
-    assert pids[0] == pids[1] and pids[3] == pids[4] and len(set(pids)) == 3, pids
-    assert all(free for _, free in ran)
+    assert pids[0] == pids[1] == pids[2] and pids[4] == pids[5] and len(set(pids)) == 3, pids
+    assert [free for _, free in ran] == [True, True, False, True, True, True]
 
 
 def test_uninstall_forgets():

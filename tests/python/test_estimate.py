@@ -30,7 +30,6 @@ GIB = 1 << 30
 QUICK = (
     "A stage 3, 2 ranks, fp32",
     "H stage 0, 2 stages, 1f1b, fp32",
-    "H stage 1, 2 stages, gpipe, bf16",
 )
 
 
