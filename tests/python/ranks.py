@@ -4,12 +4,13 @@
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
 Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group),
-but those that have the name deepspeed (_after); a job that may not take it, because transformers had looked for it
-in an earlier one, is done again in new ones. fresh=True starts new ones, for tests that change the process otherwise.
-New ones are forked from a process that has imported torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program instead: for
-what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a
-variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends
-at the limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
+but those that have the name deepspeed (_after); a job that may not take it, because transformers had looked for it in
+an earlier one, is done again in new ones. fresh=True starts new ones, for tests that change the process otherwise. New
+ones are forked from a process that has imported torch and nothing of deepc (multiprocessing's forkserver;
+preloaded.py). executes=True starts a program instead: for what counts memory, or depends on how a process begins; so
+does RANKS_EXECUTE=1 for all (the full class), and a variable that is not deepc's. A rank's failure raises RankFailure
+with every rank's output and traceback; a hang ends at the limit with every rank's stack. Jobs and results travel as
+pickles between our own processes only."""
 
 from __future__ import annotations
 
