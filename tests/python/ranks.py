@@ -309,7 +309,7 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
             rank = open_fds.pop(fd)
             said = os.read(fd, 1)
             codes[rank] = said[0] if said else workers[rank].process.wait() or 1  # end of file: it is gone
-            if codes[rank] in (_SPENT, _HAS_LOOKED):
+            if said and codes[rank] in (_SPENT, _HAS_LOOKED):
                 workers[rank].spent, workers[rank].has_looked = codes[rank] == _SPENT, True
                 codes[rank] = 0
             if codes[rank] != 0 and rank not in may_die:
