@@ -1,6 +1,6 @@
 """Runs the benches one after the other, prints JSON lines, and writes docs/bench.md.
 
-    python tests/bench/run.py --quick            at most about 10 minutes on 2 cores (make bench)
+    python tests/bench/run.py --quick            10 to 14 minutes on 2 cores (make bench)
     python tests/bench/run.py --full             everything, about an hour (make bench-full)
     python tests/bench/run.py --smoke            toy sizes: does everything still run? writes nothing
     python tests/bench/run.py --quick --only train --no-write

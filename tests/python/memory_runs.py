@@ -72,6 +72,22 @@ CASES: dict[str, dict] = {
 }
 
 
+def refusal(room: int, **given) -> str:
+    """What initialize says of a run where `room` bytes are available; "" if it takes it."""
+    import deepc
+    from deepc import memory
+    from deepc.errors import OutOfMemoryError
+
+    memory.available, real = lambda: room, memory.available
+    try:
+        deepc.initialize(**given)
+    except OutOfMemoryError as exc:
+        return str(exc)
+    finally:
+        memory.available = real
+    return ""
+
+
 def make_model(case: dict):
     import torch
 

@@ -184,3 +184,14 @@ def check(got, want, optimizer: str, where: str = "") -> None:
     difference = math.sqrt(sum(float(d.square().sum()) for d in apart.values()))
     total = math.sqrt(sum(float(w.double().square().sum()) for w in want_weights.values()))
     assert difference <= 1e-5 * total, f"{where}: weights differ by {difference / total} in norm"
+
+
+def adam_config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    """A small ds_config.json for one sample at a time."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": None,
+        **more,
+    }

@@ -8,22 +8,13 @@ import torch
 import torch.nn.functional as F
 from deepc.errors import ArgumentError, MisuseError, UnsupportedError
 from deepc.parallel.expert import TopKGate
+from plainly import adam_config as config
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
 
 def run_ranks(fn, world, *args):
     return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
-
-
-def config(stage: int = 0, **more) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "steps_per_print": None,
-        **more,
-    }
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------

@@ -12,18 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepc.errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
+from plainly import adam_config as config
 from ranks import run_ranks
 from torch import nn
-
-
-def config(stage: int = 0, **more) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "steps_per_print": None,
-        **more,
-    }
 
 
 def net(width: int = 8) -> nn.Module:

@@ -403,14 +403,7 @@ def test_the_window_holds_gradients_until_their_buckets_are_open() -> None:
 def refused(rank: int, world: int) -> str:
     model, cfg, batch = make_model(width=256, layers=4), config(0, micro=64), make_batch(0, 64)
     room = int(0.9 * estimate(model, cfg, batch, ranks_per_node=world).node_peak)
-    memory.available, real = lambda: room, memory.available
-    try:
-        deepc.initialize(model=model, config=cfg, sample_batch=batch)
-    except OutOfMemoryError as exc:
-        return str(exc)
-    finally:
-        memory.available = real
-    return ""
+    return memory_runs.refusal(room, model=model, config=cfg, sample_batch=batch)
 
 
 def test_initialize_refuses_on_every_rank_and_says_what_fits() -> None:

@@ -7,11 +7,11 @@ import itertools
 from types import SimpleNamespace
 
 import deepc
+import memory_runs
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc import memory
-from deepc.errors import OutOfMemoryError, UnsupportedError
+from deepc.errors import UnsupportedError
 from deepc.parallel.simulate import onpaper
 from deepc.parallel.simulate.stages import StageOnPaper
 from deepc.plan.mesh import Mesh
@@ -130,14 +130,7 @@ def test_a_budget_in_a_pipeline_leaves_the_states_alone() -> None:
 
 
 def refused(rank: int, world: int) -> str:
-    memory.available, real = lambda: 32 << 20, memory.available
-    try:
-        deepc.initialize(model=make_model(**SHAPE), config=pipeline(), sample_batch=batch())
-    except OutOfMemoryError as exc:
-        return str(exc)
-    finally:
-        memory.available = real
-    return ""
+    return memory_runs.refusal(32 << 20, model=make_model(**SHAPE), config=pipeline(), sample_batch=batch())
 
 
 def test_initialize_refuses_on_every_rank() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Union
 
 from ....config.rules import default_optimizer
 from ....config.tree import Config
@@ -65,6 +65,9 @@ class Cutting(Protocol):
         """What each stage has of the model."""
 
 
+T = TypeVar("T")
+
+
 class Cutter(Protocol):
     """How a model is cut into stages, without their ranks (parallel/simulate/onpaper.py)."""
 
@@ -121,13 +124,16 @@ class Case:
         loaded = dryrun.load_compiler()  # here already, for the fake tensors
         model, whole, gone = self._make()
         fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
-        if self.recompute and not dryrun.checkpoint_blocks(model):
-            raise UnsupportedError("the model has no list of blocks to recompute")
-        base, named, group_of = self._optimizer(model)
-        plan = self._plan(base, named, group_of)
-        found = predict(
+        self._recompute_blocks(model)
+        found = self._predict(model, loaded=loaded, gone=gone)
+        return among(changed(found, nodes=self.nodes), self, whole).to_dict()
+
+    def _predict(self, model: torch.nn.Module, staged: dryrun.Staged | None = None, **found: int) -> MemoryEstimate:
+        """Of what this rank holds of the model. found: as of `predict`."""
+        base, named, group_of = self._optimizer(model, staged)
+        return predict(
             model,
-            plan,
+            self._plan(base, named, group_of),
             base,
             self.config,
             self.batch,
@@ -135,10 +141,26 @@ class Case:
             named=named,
             group_of=group_of,
             steps=self.steps,
-            loaded=loaded,
-            gone=gone,
+            staged=staged,
+            **found,
         )
-        return among(changed(found, nodes=self.nodes), self, whole).to_dict()
+
+    def _recompute_blocks(self, model: torch.nn.Module) -> None:
+        from .. import dryrun
+
+        if self.recompute and not dryrun.checkpoint_blocks(model):
+            raise UnsupportedError("the model has no list of blocks to recompute")
+
+    def _goes(self, model: torch.nn.Module, cut: Callable[[], T]) -> tuple[T, int]:
+        """(cut(), by how much resident memory changes when the rest of the model goes: negative)."""
+        import torch
+
+        from .. import dryrun
+
+        held, before = _bytes(model), dryrun.anonymous_bytes()
+        out = cut()
+        real = isinstance(self.model, torch.nn.Module)
+        return out, dryrun.anonymous_bytes() - before if real else _bytes(model) - held
 
     def describe(self) -> dict[str, Any]:
         """The plan in words. In a child as well: the model may be one of fake tensors."""
@@ -170,8 +192,7 @@ class Case:
         shapes, loaded = dryrun.load_symbolic_shapes(), dryrun.load_compiler()
         model = self._whole()
         whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if self.recompute and not dryrun.checkpoint_blocks(model):
-            raise UnsupportedError("the model has no list of blocks to recompute")
+        self._recompute_blocks(model)
         cut = self._cut(model)
         each = []
         for rank in range(self.stages):
@@ -202,42 +223,16 @@ class Case:
     def _work_of_stage(
         self, model: torch.nn.Module, cut: Cutting, rank: int, shapes: int, loaded: int
     ) -> dict[str, Any]:
-        import torch
-
         from ....nn.fuse import fuse_as_asked
-        from .. import dryrun
 
-        held, before = _bytes(model), dryrun.anonymous_bytes()
-        staged = cut.stage(rank)
-        real = isinstance(self.model, torch.nn.Module)
-        gone = dryrun.anonymous_bytes() - before if real else _bytes(model) - held
+        staged, gone = self._goes(model, lambda: cut.stage(rank))
         fuse_as_asked(model, self.config.deepc.fuse)
-        base, named, group_of = self._optimizer(model, staged)
-        found = predict(
-            model,
-            self._plan(base, named, group_of),
-            base,
-            self.config,
-            self.batch,
-            self.loss_fn,
-            named=named,
-            group_of=group_of,
-            steps=self.steps,
-            loaded=loaded,
-            shapes=shapes,
-            gone=gone,
-            looked=cut.looked,
-            staged=staged,
-        )
+        found = self._predict(model, staged, loaded=loaded, shapes=shapes, gone=gone, looked=cut.looked)
         return found.to_dict()
 
     def _make(self) -> tuple[torch.nn.Module, int, int]:
         """(what the first rank holds of the model, trained parameters of the whole, change of resident memory when the
         rest goes: negative)."""
-        import torch
-
-        from .. import dryrun
-
         model, gone = self._whole(), 0
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.tensor > 1:
@@ -245,10 +240,8 @@ class Case:
                 raise UnsupportedError(
                     f"tensor_parallel.autotp_size = {self.tensor}: ask deepc.estimate, which can cut models"
                 )
-            held, before = _bytes(model), dryrun.anonymous_bytes()
-            self.divide(model, self.config)
-            real = isinstance(self.model, torch.nn.Module)
-            gone = dryrun.anonymous_bytes() - before if real else _bytes(model) - held
+            divide = self.divide
+            gone = self._goes(model, lambda: divide(model, self.config))[1]
         return model, numel, gone
 
     def _whole(self) -> torch.nn.Module:
