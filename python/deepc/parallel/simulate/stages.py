@@ -219,14 +219,15 @@ class _Live:
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
-        self.peak = 0
+        self._now = self.peak = 0
 
     def alloc(self, key: int, nbytes: int) -> None:
         self._sizes[key] = nbytes
-        self.peak = max(self.peak, sum(self._sizes.values()))
+        self._now += nbytes
+        self.peak = max(self.peak, self._now)
 
     def free(self, key: int) -> None:
-        self._sizes.pop(key, None)
+        self._now -= self._sizes.pop(key, 0)
 
     def hold(self, nbytes: int) -> None:
         self.alloc(-1, nbytes)
