@@ -206,7 +206,7 @@ def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
         from ..parallel.pipeline.cutting.model import take_from_firsts
 
         take_from_firsts(model, mesh_with_experts(mesh, ranks_of_experts(model)))
-    summary = cut_model(model, tensor_group(mesh), dataclasses.asdict(asked))
+    summary = cut_model(model, tensor_group(mesh), dataclasses.asdict(asked), mesh.sp)
     if dist.get_rank() == 0:
         logger.info("%s", summary)
 

@@ -33,6 +33,11 @@ class Coordinates(NamedTuple):
     ep: int
 
 
+def shares(n: int, ranks: int) -> tuple[int, ...]:
+    """n things for `ranks`, as equal as can be, the first getting more."""
+    return tuple(n // ranks + (r < n % ranks) for r in range(ranks))
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Ranks 0 to `size` - 1 in the order of AXES, `ranks_per_node` consecutive ones on each node (0: all on one).

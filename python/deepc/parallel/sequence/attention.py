@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError
-from .exchange import Way, exchange, shares
+from ...plan.mesh import shares
+from .exchange import Way, exchange
 
 
 class DistributedAttention(torch.nn.Module):

@@ -42,11 +42,6 @@ class Way(NamedTuple):
         return Way(self.gather, self.scatter, self.got, self.given)
 
 
-def shares(n: int, ranks: int) -> tuple[int, ...]:
-    """n things for `ranks`, as equal as can be, the first getting more."""
-    return tuple(n // ranks + (r < n % ranks) for r in range(ranks))
-
-
 def exchange(tensors: Sequence[torch.Tensor], ways: Sequence[Way], group: Any) -> tuple[torch.Tensor, ...]:
     """Each tensor [..., gather: got[me], ..., scatter: sum(given), ...] comes out as [..., gather: sum(got), ...,
     scatter: given[me], ...], in one call of all-to-all for all of them; differentiable. Collective over the group;

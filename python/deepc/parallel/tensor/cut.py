@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...plan.mesh import shares as as_equal_as_can_be
 
 Stretch = tuple[int, int]  # [begin, end) of a dimension
 
@@ -42,15 +43,39 @@ class Cut:
     @classmethod
     def even(cls, shape: Sequence[int], dim: int, ranks: int, rank: int, blocks: Sequence[int] = ()) -> Cut:
         """Every one of the consecutive `blocks` (sizes; none: the whole dimension) is cut into equal parts, as
-        torch.chunk does: the last ones are smaller where the size does not divide."""
-        sizes = tuple(blocks) or (shape[dim],)
-        parts: list[list[Stretch]] = [[] for _ in range(ranks)]
-        at = 0
-        for size in sizes:
+        torch.chunk does: the last ones are smaller where the size does not divide. Where torch.chunk would leave ranks
+        with nothing, all have as many as can be, the first ones one more."""
+        widths = []
+        for size in tuple(blocks) or (shape[dim],):
             each = -(-size // ranks)
-            for r, part in enumerate(parts):
-                part.append((at + min(size, r * each), at + min(size, (r + 1) * each)))
-            at += size
+            chunks = [max(0, min(size - r * each, each)) for r in range(ranks)]
+            widths.append(chunks if all(chunks) else as_equal_as_can_be(size, ranks))
+        return cls._of_widths(shape, dim, rank, widths)
+
+    @classmethod
+    def shared(
+        cls, shape: Sequence[int], dim: int, shares: Sequence[int], rank: int, blocks: Sequence[int] = ()
+    ) -> Cut:
+        """Every block is cut in proportion to `shares`, one of each rank: 3 heads over ranks of which the first has two
+        are (2, 1). ArgumentError for a block that can't be."""
+        total, widths = sum(shares), []
+        for size in tuple(blocks) or (shape[dim],):
+            if uneven := [n for n in shares if size * n % total]:
+                raise ArgumentError(
+                    f"{size} features can't be cut as {tuple(shares)}: {uneven[0]} of {total} is no number of them"
+                )
+            widths.append([size * n // total for n in shares])
+        return cls._of_widths(shape, dim, rank, widths)
+
+    @classmethod
+    def _of_widths(cls, shape: Sequence[int], dim: int, rank: int, widths: Sequence[Sequence[int]]) -> Cut:
+        """widths: of each block, what each rank has."""
+        parts: list[list[Stretch]] = [[] for _ in widths[0]]
+        at = 0
+        for block in widths:
+            for part, width in zip(parts, block):
+                part.append((at, at + width))
+                at += width
         return cls(tuple(shape), dim, tuple(map(tuple, parts)), rank)
 
     @property
@@ -120,6 +145,48 @@ class Cut:
         for begin, end in self.parts[rank]:
             whole.narrow(self.dim, begin, end - begin).copy_(shard.narrow(self.dim, at, end - begin))
             at += end - begin
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the heads of an attention are shared. queries: how many of the query heads each rank has, in their order.
+    keys: for each rank, the heads of keys and values that those read, each once per `groups(rank)` of its query heads;
+    None: keys and values are cut as the queries are."""
+
+    queries: tuple[int, ...]
+    keys: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def over(cls, queries: int, keys: int, ranks: int) -> Heads:
+        """Of so many heads of queries, and of keys and values, which divide the queries' (1: every head has its own).
+        A rank has whole heads of keys with all of their queries, the first ones one more. Where there are fewer of
+        these than ranks, the queries are shared alone, and each rank reads the heads of keys that it needs: several
+        ranks the same. ArgumentError for fewer heads of queries than ranks."""
+        if queries < ranks:
+            raise ArgumentError(
+                f"{queries} head{'s' * (queries > 1)} of queries can't be shared by {ranks} tensor-parallel ranks; use"
+                f" at most {queries}"
+            )
+        each = queries // keys
+        if keys >= ranks:
+            return cls(tuple(each * n for n in as_equal_as_can_be(keys, ranks)))
+        if ranks % keys == 0:  # the queries of one head of keys on each rank
+            counts = as_equal_as_can_be(each, ranks // keys) * keys
+        else:
+            counts = as_equal_as_can_be(queries, ranks)
+        read, at = [], 0
+        for n in counts:
+            wanted = [h // each for h in range(at, at + n)]
+            heads = sorted(set(wanted))
+            equal = len({wanted.count(h) for h in heads}) == 1
+            read.append(tuple(heads if equal else wanted))
+            at += n
+        return cls(counts, tuple(read))
+
+    def groups(self, rank: int) -> int:
+        """How many of its query heads read each head of keys and values that a rank has (if `keys` says which)."""
+        assert self.keys is not None
+        return self.queries[rank] // len(self.keys[rank])
 
 
 def cuts_of(model: torch.nn.Module) -> dict[int, Cut]:

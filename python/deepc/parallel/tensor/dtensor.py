@@ -45,10 +45,17 @@ def _placement(cut: Cut | None, name: str) -> Placement:
     if cut is None:
         return Replicate()
     blocks = {len(part) for part in cut.parts}
-    if blocks == {1}:
+    all_of, here = cut.shape[cut.dim], [cut.width(r) for r in range(cut.ranks)]
+    each = -(-all_of // cut.ranks)
+    if blocks == {1} and here == [max(0, min(each, all_of - r * each)) for r in range(cut.ranks)]:
         return Shard(cut.dim)
+    if len(set(here)) > 1:
+        raise UnsupportedError(
+            f"{name} is cut into parts of {', '.join(map(str, here))}: DTensor has no"
+            " placement for parts other than torch.chunk's; deepc.view and module_state_dict() give the whole"
+        )
     widths = [end - begin for begin, end in cut.parts[0]]
-    if len(set(widths)) == 1 and all(cut.width(r) == cut.width(0) for r in range(cut.ranks)):
+    if len(set(widths)) == 1:
         return private.StridedShard(cut.dim, split_factor=len(widths))
     raise UnsupportedError(
         f"{name} consists of parts of different sizes, each cut over the ranks: DTensor has no placement for that"

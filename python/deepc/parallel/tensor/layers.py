@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.fuse import _Fused, _fused_class, _Head
 from ..axes import without_values
-from .cut import Cut
+from .cut import Cut, Heads
 from .loss import linear_cross_entropy
 from .random import Inside
-from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part
+from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part, sum_gradients
 
 if TYPE_CHECKING:
     from .group import TensorGroup
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 class Region:
     """What the layers between an entrance and an exit share: `x`, which goes in once however many column-parallel
-    layers read it (one sum of gradients then), and the random numbers inside. members: how many those are."""
+    layers read it (one sum of gradients then), and the random numbers inside. members: how many those are. heads: how
+    they are shared, in an attention whose heads the ranks do not divide."""
+
+    heads: Heads | None = None
 
     def __init__(self, group: TensorGroup, owner: nn.Module | None = None, sequence: bool = False) -> None:
         self.group, self.members, self.sequence = group, 0, sequence
@@ -97,8 +100,20 @@ class Column(_Parallel):
         return out
 
 
+class Replicated(_Parallel):
+    """A projection to heads of keys or values of which there are fewer than ranks: every rank has the whole weight, and
+    computes the heads that its queries read (the weight's gradient is the sum of the ranks')."""
+
+    _deepc_rows: Tensor  # which outputs
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self._deepc_rows
+        bias = None if self.bias is None else self.bias.index_select(0, rows)
+        return F.linear(self.region.begin(input), self.weight.index_select(0, rows), bias)
+
+
 class Row(_Parallel):
-    """The same, by inputs."""
+    """The same as Column, by inputs."""
 
     splits = False  # the input is whole, and this rank takes its part
 
@@ -169,15 +184,16 @@ def cut_module(
     blocks: Sequence[int] = (),
     gathers: bool = False,
     done: dict[int, Cut] | None = None,
+    shares: Sequence[int] = (),
 ) -> None:
     """Makes `module` this rank's shard of itself, in place. kind: "column", "row", "vocabulary" (an embedding) or
     "head" (the output Linear of a language model). blocks: sizes of parts of the outputs (of a row-parallel layer: of
     the inputs) that are cut for themselves. done: id(parameter) -> cut, of those that are cut already, because another
-    module has them too. ArgumentError for a module that can't be."""
+    module has them too. shares: what the ranks get, in proportion (none: equal parts). ArgumentError for a module that
+    can't be."""
     done = {} if done is None else done
     group, transposed = region.group, is_conv1d(module)
-    if "forward" in vars(module):
-        raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
+    _refuse_replaced(module)
     if kind == "vocabulary":
         if not isinstance(module, nn.Embedding):
             raise ArgumentError(f"{type(module).__name__} is no torch.nn.Embedding")
@@ -190,9 +206,9 @@ def cut_module(
     own = cast(Any, module)
     outputs = 1 if transposed else 0
     dim = 1 - outputs if kind == "row" else outputs
-    cuts = {"weight": _cut(own.weight, dim, group, blocks, done)}
+    cuts = {"weight": _cut(own.weight, dim, group, blocks, done, shares)}
     if kind != "row" and getattr(own, "bias", None) is not None:
-        cuts["bias"] = _cut(own.bias, 0, group, blocks, done)
+        cuts["bias"] = _cut(own.bias, 0, group, blocks, done, shares)
     here = cuts["weight"].width(group.rank)
     if kind in ("column", "row"):
         _rename_size(own, here, outputs=kind == "column", transposed=transposed)
@@ -215,19 +231,47 @@ def cut_module(
     own.__class__ = _fused_class(type(module), mixin)
 
 
+def _refuse_replaced(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
+
+
+def replicate_module(module: nn.Module, region: Region, heads: Sequence[int], size: int) -> None:
+    """Makes `module`, a Linear to heads of `size` outputs, compute those of `heads` (one may be there several times) in
+    place; its weights stay whole on every rank. ArgumentError for a module that can't."""
+    _refuse_replaced(module)
+    if not isinstance(module, nn.Linear):
+        raise ArgumentError(f"{type(module).__name__} is no torch.nn.Linear")
+    own = cast(Any, module)
+    own._deepc_rows = torch.cat([torch.arange(h * size, (h + 1) * size) for h in heads])
+    own.cuts, own.region = {}, region
+    region.members += 1
+    own.__class__ = _fused_class(type(module), Replicated)
+    for p in (own.weight, own.bias):
+        if p is not None:
+            sum_gradients(p, region.group)
+
+
 def _rename_size(own: Any, here: int, outputs: bool, transposed: bool) -> None:
     name = ("nf" if outputs else "nx") if transposed else ("out_features" if outputs else "in_features")
     setattr(own, name, here)
 
 
-def _cut(p: nn.Parameter, dim: int, group: TensorGroup, blocks: Sequence[int], done: dict[int, Cut]) -> Cut:
+def _cut(
+    p: nn.Parameter, dim: int, group: TensorGroup, blocks: Sequence[int], done: dict[int, Cut], shares: Sequence[int]
+) -> Cut:
     if (known := done.get(id(p))) is not None:
         if known.dim != dim:
             raise ArgumentError(f"two modules share a parameter, and cut it along dimensions {known.dim} and {dim}")
         return known
     if blocks and sum(blocks) != p.shape[dim]:
         raise ArgumentError(f"parts of {' + '.join(map(str, blocks))} don't make the {p.shape[dim]} that there are")
-    cut = Cut.even(p.shape, dim, group.size, group.rank, blocks)
+    if shares and len(shares) != group.size:
+        raise ArgumentError(f"shares = {tuple(shares)}: {len(shares)} for {group.size} tensor-parallel ranks")
+    if shares:
+        cut = Cut.shared(p.shape, dim, shares, group.rank, blocks)
+    else:
+        cut = Cut.even(p.shape, dim, group.size, group.rank, blocks)
     if not all(cut.width(r) for r in range(cut.ranks)):
         raise ArgumentError(f"{p.shape[dim]} can't be cut over {group.size} ranks, so that each has some")
     with torch.no_grad():
@@ -247,13 +291,15 @@ def ColumnParallelLinear(
     gather_output: bool = False,
     sequence: bool = False,
     blocks: Sequence[int] = (),
+    shares: Sequence[int] = (),
 ) -> nn.Linear:
     """y = x A^T + b of which each rank has some outputs: [..., in] equal on all ranks -> [..., its part of out]
     (gather_output: the whole). Draws its weights as nn.Linear does, whole, and keeps its part: ranks with one state of
     the generator have one layer. region: one for all layers that read the same x. sequence: x is this rank's part of
-    the positions (dimension 1). blocks: sizes of parts of the outputs that are each cut (a fused q, k, v)."""
+    the positions (dimension 1). blocks: sizes of parts of the outputs that are each cut (a fused q, k, v). shares: what
+    the ranks get, in proportion, such as their heads (none: equal parts)."""
     layer = nn.Linear(in_features, out_features, bias)
-    cut_module(layer, "column", region or Region(group, sequence=sequence), blocks, gather_output)
+    cut_module(layer, "column", region or Region(group, sequence=sequence), blocks, gather_output, shares=shares)
     return layer
 
 
@@ -267,12 +313,14 @@ def RowParallelLinear(
     split_input: bool = False,
     sequence: bool = False,
     blocks: Sequence[int] = (),
+    shares: Sequence[int] = (),
 ) -> nn.Linear:
     """The same of which each rank has some inputs: [..., its part of in] (split_input: the whole, equal on all ranks)
     -> [..., out], equal on all ranks (sequence: this rank's part of the positions; the gradient of `bias` is then in
-    parts too: see regions.sum_gradients). blocks: sizes of parts of the inputs, those of the layer before."""
+    parts too: see regions.sum_gradients). blocks: sizes of parts of the inputs, and shares: those of the layer
+    before."""
     layer = nn.Linear(in_features, out_features, bias)
-    cut_module(layer, "row", region or Region(group, sequence=sequence), blocks)
+    cut_module(layer, "row", region or Region(group, sequence=sequence), blocks, shares=shares)
     cast(Any, layer).splits = split_input
     return layer
 

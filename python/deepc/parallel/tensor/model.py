@@ -15,9 +15,9 @@ from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...nn.fuse import fuse
 from ...zero.parameters.gathered import is_zero_param
 from ..judged import refuse_released
-from .cut import Cut, cuts_of
+from .cut import Cut, Heads, cuts_of
 from .group import TensorGroup, group_of, whole_state_dict
-from .layers import Region, cut_module, is_conv1d
+from .layers import Region, cut_module, is_conv1d, replicate_module
 from .random import same_state
 from .regions import sum_gradients
 from .rules import Rule, rules_of
@@ -31,8 +31,9 @@ _FIX = (
 
 @dataclass
 class TensorSummary:
-    """What was cut. cut: kind -> names of modules. source: where the rules come from. loss: whether the loss of a
-    language model is computed from its own part of the vocabulary."""
+    """What was cut. cut: kind -> names of modules ("replicated": projections to heads of keys and values that several
+    ranks read). source: where the rules come from. loss: whether the loss of a language model is computed from its own
+    part of the vocabulary."""
 
     ranks: int
     source: str
@@ -45,11 +46,14 @@ class TensorSummary:
         return f"tensor parallelism over {self.ranks} ranks by {self.source}: {counts}{loss}"
 
 
-def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] | None = None) -> TensorSummary:
+def cut_model(
+    model: nn.Module, group: TensorGroup, section: Mapping[str, Any] | None = None, sequence: int = 1
+) -> TensorSummary:
     """Makes `model` this rank's shard of itself, in place, from the first rank's values: modules get other classes,
     parameters their part of the data, and stay the objects that they are (an optimizer made before keeps them). All
     ranks of the group have then one state of torch's default random generator. section: tensor_parallel of a
-    configuration. Errors leave the model as it was, unless they come from a module that can't be cut. Collective."""
+    configuration. sequence: ranks that share a sequence, and with it the heads of a rank. Errors leave the model as it
+    was, unless they come from a module that can't be cut. Collective."""
     section = section or {}
     rules, source = rules_of(model, section, group.size)
     found = _find(model, rules)
@@ -57,8 +61,14 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
         raise ArgumentError(_unknown(model, source, rules))
     strict = (section.get("partition_config") or {}).get("strict_mode", False)
     _check_rest(model, {name for name, _, _ in found}, strict or "partition_config" not in source, source)
-    for name, module, rule in found:
-        _check_heads(model, name, module, rule, group.size)
+    uneven = _uneven_heads(model, found, group.size)
+    for parent, (_, shared) in uneven.items():
+        if min(shared.queries) < sequence:  # only some ranks would fail in forward
+            raise ArgumentError(
+                f"sequence_parallel_size = {sequence}, and the heads of {parent}, which ranks of a sequence share, are"
+                f" {', '.join(map(str, shared.queries))} on tensor-parallel ranks; use at most {min(shared.queries)}"
+                " ranks of a sequence, or fewer tensor-parallel ones"
+            )
     refuse_released(model, "tensor_parallel.autotp_size")
     same_state(group)
     seen: set[int] = set()
@@ -72,31 +82,40 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
     regions: dict[str, Region] = {}
     last = Region(group)
     for name, module, rule in found:
-        if rule.kind == "skip":
+        kind = rule.kind
+        if kind == "skip":
             continue
-        if rule.kind == "shared":
+        if kind == "shared":
             for p in module.parameters(recurse=False):
                 sum_gradients(p, group)
         else:
             parent = name.rpartition(".")[0]
             owner = model.get_submodule(parent)
-            if rule.kind == "column" and not rule.gathers:
+            if kind == "column" and not rule.gathers:
                 if parent not in regions:
                     regions[parent] = Region(group, owner)
                 last = region = regions[parent]
+                if parent in uneven:
+                    region.heads = uneven[parent][1]
             else:
-                region = last if rule.kind == "row" else Region(group)
-            if rule.kind == "row":  # ends the region: another that the module around begins is its own
+                region = last if kind == "row" else Region(group)
+            if kind == "row":  # ends the region: another that the module around begins is its own
                 last = Region(group)
                 regions.clear()
+            shares = () if region.heads is None else region.heads.queries
             try:
-                cut_module(module, rule.kind, region, _blocks(module, rule), rule.gathers, done)
+                if kind == "column" and region.heads is not None and _reads(module, *uneven[parent]):
+                    _replicate(cast(Any, owner), module, region, uneven[parent][0])
+                    kind = "replicated"
+                else:
+                    cut_module(module, kind, region, _blocks(module, rule), rule.gathers, done, shares)
             except DeepcError as exc:
                 raise type(exc)(f"{name} can't be cut as {rule.kind}: {exc}") from None
+            mine, of = (shares[group.rank], sum(shares)) if shares else (1, group.size)
             for attribute in rule.divided:
                 if isinstance(n := getattr(owner, attribute, None), int):
-                    setattr(owner, attribute, n // group.size)
-        summary.cut.setdefault(rule.kind, []).append(name)
+                    setattr(owner, attribute, n * mine // of)
+        summary.cut.setdefault(kind, []).append(name)
     _check_ties(model, done)
     if summary.cut.get("head") and section.get("vocab_parallel_lm_head") is not False:
         try:
@@ -127,7 +146,7 @@ def _find(model: nn.Module, rules: tuple[Rule, ...]) -> list[tuple[str, nn.Modul
 def _blocks(module: Any, rule: Rule) -> tuple[int, ...]:
     if rule.kind not in ("column", "row"):
         return ()
-    outputs = module.weight.shape[1 if is_conv1d(module) else 0]
+    outputs = _outputs(module)
     features = outputs if rule.kind == "column" else module.weight.numel() // outputs
     return rule.sizes(features)
 
@@ -167,21 +186,76 @@ def _check_rest(model: nn.Module, found: set[str], strict: bool, source: str) ->
         )
 
 
-def _check_heads(model: nn.Module, name: str, module: Any, rule: Rule, ranks: int) -> None:
-    """A part of q, k or v has whole heads."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    size = next((getattr(parent, a) for a in ("head_dim", "attention_head_size") if hasattr(parent, a)), None)
-    if rule.kind != "column" or rule.gathers or not isinstance(size, int):
-        return
-    features = module.weight.shape[1 if is_conv1d(module) else 0]
-    for part in rule.sizes(features) or (features,):
-        if part % size == 0 and part // size % ranks:
-            heads = part // size
-            raise ArgumentError(
-                f"tensor_parallel.autotp_size = {ranks} does not divide the {heads} head{'s' * (heads > 1)} of {name}"
-                f" ({part} features, {size} a head); use a number of ranks that divides the heads, of keys and values"
-                " too"
-            )
+# ---- heads that the ranks do not divide ------------------------------------------------------------------------------
+def _uneven_heads(
+    model: nn.Module, found: list[tuple[str, nn.Module, Rule]], ranks: int
+) -> dict[str, tuple[int, Heads]]:
+    """{name of an attention whose heads the ranks do not divide: (features of a head, how they are shared)}: a part of
+    q, k or v has whole heads. ArgumentError, UnsupportedError for one that can't be shared."""
+    attentions: dict[str, dict[str, list[int]]] = {}
+    for name, module, rule in found:
+        parent, _, own_name = name.rpartition(".")
+        if rule.kind != "column" or rule.gathers or not (size := _head_size(model.get_submodule(parent))):
+            continue
+        parts = _blocks(module, rule) or (_outputs(module),)
+        if heads := [part // size for part in parts if part % size == 0]:
+            attentions.setdefault(parent, {})[own_name] = heads
+    out = {}
+    for parent, projections in attentions.items():
+        if any(n % ranks for heads in projections.values() for n in heads):
+            owner = model.get_submodule(parent)
+            out[parent] = _head_size(owner), _shared_heads(owner, parent, projections, ranks)
+    return out
+
+
+def _shared_heads(owner: Any, name: str, projections: dict[str, list[int]], ranks: int) -> Heads:
+    """projections: name -> how many heads each part of its outputs has."""
+    every = sorted({n for heads in projections.values() for n in heads})
+    keys, queries = every[0], every[-1]
+    told = f"tensor_parallel.autotp_size = {ranks}, and {name} has {' and '.join(map(str, every))} heads"
+    if wrong := [n for n in every if n % keys or (keys < ranks and n not in (keys, queries))]:
+        raise ArgumentError(
+            f"{told} in {', '.join(projections)}: {wrong[0]} is neither the number of keys and values nor of queries,"
+            " so which heads belong together can't be told; use a number of ranks that divides all of them"
+        )
+    try:
+        heads = Heads.over(queries, keys, ranks)
+    except ArgumentError as exc:
+        raise ArgumentError(f"{told}: {exc}") from None
+    if heads.keys is None:
+        return heads
+    why = None
+    if fused := [n for n, parts in projections.items() if len(parts) > 1]:
+        why = f"{fused[0]} has queries, keys and values in one weight"
+    elif getattr(owner, "num_key_value_groups", None) != queries // keys:
+        why = f"{type(owner).__name__} has no num_key_value_groups = {queries // keys}, which would say so on each rank"
+    if why is not None:
+        raise UnsupportedError(
+            f"{told}: several ranks would read one head of keys and values, but {why}; use at most {keys} ranks"
+        )
+    return heads
+
+
+def _head_size(owner: Any) -> int:
+    """Features of a head of an attention; 0 for a module that is none."""
+    size = next((getattr(owner, a) for a in ("head_dim", "attention_head_size") if hasattr(owner, a)), 0)
+    return size if isinstance(size, int) else 0
+
+
+def _outputs(module: Any) -> int:
+    return int(module.weight.shape[1 if is_conv1d(module) else 0])
+
+
+def _reads(module: nn.Module, size: int, heads: Heads) -> bool:
+    """Whether a projection makes keys or values that several ranks read."""
+    return heads.keys is not None and _outputs(module) != size * sum(heads.queries)
+
+
+def _replicate(owner: Any, module: nn.Module, region: Region, size: int) -> None:
+    heads, rank = region.heads, region.group.rank
+    assert heads is not None and heads.keys is not None
+    replicate_module(module, region, heads.keys[rank], size)
+    owner.num_key_value_groups = heads.groups(rank)
 
 
 def _check_ties(model: nn.Module, done: dict[int, Cut]) -> None:

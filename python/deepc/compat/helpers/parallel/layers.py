@@ -14,6 +14,7 @@ from ....parallel.tensor.cut import Cut
 from ....parallel.tensor.group import TensorGroup, whole_of
 from ....parallel.tensor.layers import Column, ParallelHead, Region, Row, cut_module
 from ....parallel.tensor.rules import tp_model_init as _tp_model_init
+from ....plan.mesh import shares
 
 _training = False
 
@@ -216,8 +217,9 @@ def get_shard_size_list(
 ) -> list[int]:
     """How many of `total_size` features each of mp_size ranks has: whole heads where num_kv_heads says how many there
     are. `name`, of DeepSpeed's rules, makes no difference."""
-    heads = num_kv_heads if num_kv_heads and total_size % num_kv_heads == 0 else total_size
-    return [Cut.even((heads,), 0, mp_size, 0).width(r) * (total_size // heads) for r in range(mp_size)]
+    if num_kv_heads and total_size % num_kv_heads == 0:
+        return [n * (total_size // num_kv_heads) for n in shares(num_kv_heads, mp_size)]
+    return [Cut.even((total_size,), 0, mp_size, 0).width(r) for r in range(mp_size)]
 
 
 def get_shard_size(

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ....errors import ArgumentError, UnsupportedError
 from ....parallel.sequence.attention import attend
-from ....parallel.sequence.exchange import Way, exchange, shares
+from ....parallel.sequence.exchange import Way, exchange
 from ....parallel.sequence.models import Grouped
+from ....plan.mesh import shares
 from . import sequence_state
 
 
