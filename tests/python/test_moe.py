@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc.errors import ArgumentError, MisuseError, UnsupportedError
+from deepc.errors import ArgumentError, MisuseError
 from deepc.parallel.expert import MoE, capacity_of, has_moe_layers, is_moe_param
 from deepc.parallel.expert.gate import route
 from ranks import run_ranks as _run_ranks
@@ -156,7 +156,6 @@ def test_names_of_parameters_and_errors():
         (dict(k=5), ArgumentError, "k = 5 .* from 1 to num_experts = 4"),
         (dict(noisy_gate_policy="loud"), MisuseError, "'loud' is none of"),
         (dict(capacity_factor=0), ArgumentError, "capacity_factor = 0 must be above 0"),
-        (dict(enable_expert_tensor_parallelism=True), UnsupportedError, "leave it False"),
     ):
         with pytest.raises(error, match=text):
             layer(**wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ WIDTH, EXPERTS, BLOCKS, MICRO, SAMPLES, POSITIONS, STEPS, AUX = 8, 4, 2, 4, 2, 8
 FULL = pytest.mark.full
 ALL_PLACES = {"k": 2, "top2_2nd_expert_sampling": False, "drop_tokens": False}
 FEW_PLACES = {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.6, "min_capacity": 1}
+CUT = {**FEW_PLACES, "enable_expert_tensor_parallelism": True}  # the layer says so, not patterns
 DRAWN = {"k": 1, "noisy_gate_policy": "RSample", "capacity_factor": 0.6, "min_capacity": 1}
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0}}
@@ -28,6 +30,17 @@ def run_ranks(fn, world, *args):
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+class Gated(nn.Module):
+    """An expert of three linear layers, named and made in Mixtral's order."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH), nn.Linear(WIDTH, 12)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
 class Block(nn.Module):
     """Attention and experts. group: of the ranks that share sequences. parts: of the positions, each of which the gate
     sees alone, as a rank of such a group does."""
@@ -37,7 +50,9 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
-        expert = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        plain = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        places = dict(places)
+        expert = Gated() if places.pop("gated", False) else plain
         self.moe = MoE(WIDTH, expert, EXPERTS, ep, use_residual=True, **places)
         self._group, self._parts = group, parts
 
@@ -143,9 +158,16 @@ CUT_EXPERTS = [
 ]
 
 
-def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, steps=STEPS, rules=RULES, stats=None):
+def is_cut(name):
+    """Whether tensor ranks have parts of a weight of experts, or of the network beside them."""
+    return bool(re.search(r"(deepspeed_experts\.\d+|\.mlp)\.\w+\.weight$", name))
+
+
+def train(
+    rank, world, sizes, places, stage, more=None, folder=None, skip=0, steps=STEPS, rules=RULES, stats=None, cut=False
+):
     """As plainly, of this rank. folder: where a checkpoint goes, or, with skip, comes from: of a run that has trained
-    on so many batches. stats: gets those of recomputation."""
+    on so many batches. stats: gets those of recomputation. cut: every network of experts is in parts."""
     import deepc
     from deepc.parallel.expert.spread import name_among_all
     from deepc.parallel.sequence import sequence_group
@@ -176,6 +198,9 @@ def train(rank, world, sizes, places, stage, more=None, folder=None, skip=0, ste
         },
     )
     assert all(getattr(engine.mesh, axis) == n for axis, n in sizes.items())
+    if cut:
+        of_experts = {n: id(p) in engine.cuts for n, p in engine.module.named_parameters() if is_cut(n)}
+        assert of_experts and all(of_experts.values()), of_experts
     grads = first_gradients(engine, lambda name: name_among_all(name, engine.module))
     for _ in range(skip * MICRO // mesh.dp):
         next(data)
@@ -287,6 +312,72 @@ def test_experts_beside_tensor_parallel_layers(sizes, stage, places, rules):
     """Experts whole on each tensor-parallel rank, or cut over these as well."""
     found = run_ranks(train, ranks_of(sizes), sizes, places, stage, None, None, 0, STEPS, rules)
     same(found, plainly(places, parts=(sizes.get("sp", 1),) * STEPS))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage", "places"),
+    [
+        *cases(
+            ({"tp": 2}, 1, {**CUT, "gated": True}),
+            *(({"dp": 2, "tp": 2, "ep": 2}, stage, {**CUT, "gated": stage > 1}) for stage in range(4)),
+            ({"pp": 2, "tp": 2}, 2, CUT),
+            ({"pp": 2, "dp": 2, "tp": 2, "ep": 2}, 3, CUT),
+            ({"dp": 2, "tp": 4, "ep": 2}, 1, {**CUT, "gated": True}),
+        ),
+    ],
+    ids=name_of,
+)
+def test_experts_that_ask_for_it_are_cut_over_tensor_ranks(sizes, stage, places):
+    """And the network beside them."""
+    found = run_ranks(train, ranks_of(sizes), sizes, places, stage, None, None, 0, STEPS, RULES, None, True)
+    same(found, plainly(places))
+
+
+def _asked(rank, world):
+    """What is cut of a model that has no rules but its experts' wish, and networks that can't be."""
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    def engine_of(expert, **tensor):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, expert, 2, enable_expert_tensor_parallelism=True))
+        config = {"train_batch_size": 2, "optimizer": SGD, "tensor_parallel": {"autotp_size": 2, **tensor}}
+        return deepc.initialize(model=model, config=config)[0]
+
+    def refused(*layers):
+        with pytest.raises(UnsupportedError) as caught:
+            engine_of(nn.Sequential(*layers))
+        return str(caught.value)
+
+    def shapes(engine):
+        found = {n.rpartition("experts.")[2]: tuple(p.shape) for n, p in engine.module.named_parameters()}
+        engine.destroy()
+        return found
+
+    inner = [nn.Linear(WIDTH, 12), nn.LayerNorm(12), nn.Linear(12, WIDTH)]
+    texts = [
+        refused(*inner),
+        refused(nn.Linear(WIDTH, WIDTH)),
+        refused(nn.Linear(WIDTH, 12), nn.Linear(12, 12), nn.Linear(12, WIDTH)),
+        refused(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
+    ]
+    own = [{"patterns": [rf".*experts\.\d+\.{i}$"], "partition_type": t} for i, t in ((0, "column"), (2, "row"))]
+    known = engine_of(nn.Sequential(*inner), partition_config={"use_default_specs": False, "layer_specs": own})
+    return texts, shapes(engine_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))), shapes(known)
+
+
+def test_experts_that_are_no_usual_networks_are_refused():
+    wants = [
+        "(0 from 8 to 12, 2 from 12 to 8): it has parameters beside them",
+        "these are neither two nor three",
+        "just one must lead to the 8 features",
+        "(0 from 8 to 8, 1 from 8 to 8, 2 from 8 to 8): just one must lead",
+    ]
+    for texts, asked, by_patterns in run_ranks(_asked, 2):
+        for text, want in zip(texts, wants, strict=True):
+            assert want in text and "partition_config" in text
+        assert asked["0.weight"] == (8, 8)  # outside of experts: whole
+        assert (asked["1.0.weight"], asked["1.0.bias"], asked["1.1.weight"]) == ((4, 8), (4,), (8, 4))
+        assert (by_patterns["1.0.weight"], by_patterns["1.2.weight"]) == ((6, 8), (8, 6))
 
 
 def _drawn(rank, world):

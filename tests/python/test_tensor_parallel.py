@@ -444,7 +444,6 @@ def _refusals(rank, world):
         refused(plain, tensor_parallel=specs({**up, "shape": [3, -1]})),
         refused(plain, tensor_parallel={"preset_model": "gpt9"}),
         refused(transformer("gpt2", heads=1)),
-        refused(transformer("llama", heads=4, num_key_value_heads=1)),
         refused(adapted),
         refused(
             transformer("llama"),
@@ -464,8 +463,7 @@ def test_what_can_not_be_is_refused():
         "partition_type = 'diagonal'",
         "parts of 1 + 1 + 1 don't make the 4",
         "deepc has rules for gpt2",
-        "does not divide the 1 head of transformer.h.0.attn.c_attn",
-        "does not divide the 1 head of model.layers.0.self_attn.k_proj",
+        "transformer.h.0.attn has 1 head: 1 head of queries can't be shared by 2 tensor-parallel ranks",
         "does not know model.layers.0.mlp.extra",
         "tensor parallelism with states of Lamb on disk does not exist",
         "deterministic",

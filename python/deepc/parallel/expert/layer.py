@@ -141,19 +141,15 @@ class MoE(torch.nn.Module):
         and a learned mixture of both. use_tutel: without effect, tokens go by index anyway.
         ep_size: the experts are spread over so many neighbouring ranks, num_experts / ep_size on each, whose parameters
         are made here; deepc.initialize, or set_deepspeed_parallelism(), connects the ranks.
-        Errors: MisuseError, ArgumentError for values that fit nothing; UnsupportedError for
-        enable_expert_tensor_parallelism."""
+        enable_expert_tensor_parallelism: over tensor-parallel ranks deepc.initialize cuts each expert, a usual MLP of
+        linear layers, and `mlp` (else these ranks have them whole).
+        Errors: MisuseError, ArgumentError for values that fit nothing."""
         super().__init__()
         for name, n in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size)):
             if type(n) is not int or n < 1:
                 raise ArgumentError(f"MoE: {name} = {n!r} must be an integer of at least 1")
         if num_experts % ep_size:
             raise MisuseError(f"MoE: ep_size = {ep_size} ranks can't share {num_experts} experts equally")
-        if enable_expert_tensor_parallelism:
-            raise UnsupportedError(
-                "MoE: enable_expert_tensor_parallelism=True asks for experts cut over tensor-parallel ranks, which"
-                " deepc does not have; leave it False"
-            )
         if use_tutel:
             logger.info("MoE: use_tutel is without effect: tokens go to their experts by index")
         self.use_residual = use_residual

@@ -60,7 +60,8 @@ def cut_model(
     if not found:
         raise ArgumentError(_unknown(model, source, rules))
     strict = (section.get("partition_config") or {}).get("strict_mode", False)
-    _check_rest(model, {name for name, _, _ in found}, strict or "partition_config" not in source, source)
+    strict = strict or (bool(rules) and "partition_config" not in source)
+    _check_rest(model, {name for name, _, _ in found}, strict, source)
     uneven = _uneven_heads(model, found, group.size)
     for parent, (_, shared) in uneven.items():
         if min(shared.queries) < sequence:  # only some ranks would fail in forward
@@ -77,7 +78,7 @@ def cut_model(
             seen.add(id(t))
             if not is_zero_param(t):  # zero.Init: the first rank's already, in memory that ranks share
                 group.spread(t.data)
-    summary = TensorSummary(group.size, source)
+    summary = TensorSummary(group.size, source or "enable_expert_tensor_parallelism of MoE")
     done: dict[int, Cut] = {}
     regions: dict[str, Region] = {}
     last = Region(group)
@@ -131,15 +132,24 @@ def _can_be_cut(module: nn.Module) -> bool:
 
 
 def _find(model: nn.Module, rules: tuple[Rule, ...]) -> list[tuple[str, nn.Module, Rule]]:
-    """In the order of modules, each by the first rule that matches it."""
+    """In the order of modules, each by the first rule that matches it; then experts that are to be cut with them."""
+    from ..expert.linears import kinds_of_linears
+
     found = []
+    experts = kinds_of_linears(model, lambda name: any(r.matches(name) for r in rules))
     for name, module in model.named_modules():
         rule = next((r for r in rules if r.matches(name)), None)
+        if rule is None and name in experts:
+            rule = Rule(re.escape(name), experts[name])
         if rule is None or not (_can_be_cut(module) or (rule.kind == "shared" and list(module.parameters(False)))):
             continue
         if rule.kind == "column" and isinstance(module, nn.Embedding):
             rule = Rule(rule.pattern, "vocabulary")
         found.append((name, module, rule))
+    order = list(experts)  # which has what begins a region before what ends it, however a network names them
+    places = [i for i, (name, _, _) in enumerate(found) if name in experts]
+    for i, one in zip(places, sorted((found[i] for i in places), key=lambda f: order.index(f[0]))):
+        found[i] = one
     return found
 
 
@@ -212,7 +222,7 @@ def _shared_heads(owner: Any, name: str, projections: dict[str, list[int]], rank
     """projections: name -> how many heads each part of its outputs has."""
     every = sorted({n for heads in projections.values() for n in heads})
     keys, queries = every[0], every[-1]
-    told = f"tensor_parallel.autotp_size = {ranks}, and {name} has {' and '.join(map(str, every))} heads"
+    told = f"tensor_parallel.autotp_size = {ranks}, and {name} has {' and '.join(map(str, every))} head{'s' * (every != [1])}"
     if wrong := [n for n in every if n % keys or (keys < ranks and n not in (keys, queries))]:
         raise ArgumentError(
             f"{told} in {', '.join(projections)}: {wrong[0]} is neither the number of keys and values nor of queries,"

@@ -1,0 +1,292 @@
+"""Attention heads, and widths of MLPs, that tensor-parallel ranks do not divide: each rank has whole heads, and models
+train as torch does in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from plainly import batch_loss, first_gradients
+from ranks import run_ranks as _run_ranks
+
+VOCABULARY, POSITIONS, SAMPLES, MICRO, STEPS, CLIP = 61, 9, 4, 2, 3, 0.5
+SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
+
+
+def run_ranks(fn, world, *args):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
+def model_of(family, heads, keys=0, inner=5, layers=2):
+    """keys: heads of keys and values (0: one for each of queries). inner: width of the MLP."""
+    import transformers as t
+
+    torch.manual_seed(1)
+    if family == "gpt2":
+        off = dict(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+        sizes = dict(vocab_size=VOCABULARY, n_embd=4 * heads, n_head=heads, n_inner=inner, n_layer=layers)
+        return t.GPT2LMHeadModel(t.GPT2Config(**sizes, n_positions=16, **off)).train()
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=4 * heads, num_attention_heads=heads, intermediate_size=inner)
+    sizes["num_hidden_layers"] = layers
+    if family == "bert":
+        off = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        return t.BertForMaskedLM(t.BertConfig(**sizes, max_position_embeddings=16, **off)).train()
+    eager = dict(attention_bias=True, attn_implementation="eager")  # repeats keys by num_key_value_groups
+    of, more = {"llama": ("Llama", eager), "qwen3": ("Qwen3", {"sliding_window": None})}[family]
+    config = getattr(t, f"{of}Config")(**sizes, num_key_value_heads=keys or heads, head_dim=4, **more)
+    return getattr(t, f"{of}ForCausalLM")(config).train()
+
+
+def micro_batches(replica=0, replicas=1):
+    """Endless: those of a replica. The samples of a step are the same for any number of them."""
+    draw = torch.Generator().manual_seed(5)
+    while True:
+        ids = torch.randint(0, VOCABULARY, (SAMPLES, POSITIONS), generator=draw)
+        for part in ids.chunk(replicas)[replica].chunk(MICRO):
+            yield {"input_ids": part, "labels": part}
+
+
+def by_torch(model, steps=STEPS):
+    """(losses, norms before clipping, {name: gradient of the first step before clipping}); trains `model`."""
+    optimizer, data = torch.optim.SGD(model.parameters(), **SGD["params"]), micro_batches()
+    losses, norms, grads = [], [], {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(MICRO):
+            loss = model(**next(data)).loss / MICRO
+            loss.backward()
+            total += float(loss.detach())
+        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, grads
+
+
+def engine_of(model, mesh, stage, **config):
+    import deepc
+
+    return deepc.initialize(
+        model=model,
+        sample_batch=next(micro_batches()) if mesh.pp > 1 else None,
+        config={
+            "train_batch_size": SAMPLES,
+            "gradient_accumulation_steps": MICRO,
+            "gradient_clipping": CLIP,
+            "tensor_parallel": {"autotp_size": mesh.tp},
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            "zero_optimization": {"stage": stage},
+            # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
+            "optimizer": SGD,
+            **config,
+        },
+    )[0]
+
+
+def trained(engine, data, steps=STEPS):
+    """(losses, norms before clipping)."""
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(batch_loss(engine, MICRO, lambda: engine(**next(data)).loss, data, engine.group))
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+def near(got, want, name, bound=1e-5):
+    torch.testing.assert_close(
+        got, want, rtol=0, atol=bound * max(1e-3, float(want.abs().max())), msg=lambda m: f"{name}: {m}"
+    )
+
+
+# ---- which rank has which heads --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("queries", "keys", "ranks", "shared", "read"),
+    [
+        (6, 6, 4, (2, 2, 1, 1), None),
+        (12, 3, 2, (8, 4), None),  # whole heads of keys with all of their queries, as DeepSpeed shares them
+        (14, 2, 4, (4, 3, 4, 3), ((0,), (0,), (1,), (1,))),
+        (3, 1, 2, (2, 1), ((0,), (0,))),
+        (6, 2, 4, (2, 1, 2, 1), ((0,), (0,), (1,), (1,))),
+        (6, 2, 3, (2, 2, 2), ((0,), (0, 1), (1,))),  # the second one's queries read a head each
+        (10, 2, 3, (4, 3, 3), ((0,), (0, 1, 1), (1,))),
+    ],
+)
+def test_heads_are_shared_whole(queries, keys, ranks, shared, read):
+    from deepc.errors import ArgumentError
+    from deepc.parallel.tensor.cut import Heads
+
+    heads = Heads.over(queries, keys, ranks)
+    assert (heads.queries, heads.keys) == (shared, read)
+    if read is not None:  # query i of a rank reads what it has at i // groups: its own head of the whole
+        of = [k for r, some in enumerate(read) for k in some for _ in range(heads.groups(r))]
+        assert of == [q // (queries // keys) for q in range(queries)]
+    with pytest.raises(ArgumentError, match=f"{queries} heads of queries can't be shared by {queries + 1}"):
+        Heads.over(queries, keys, queries + 1)
+
+
+def test_every_rank_gets_some_of_a_width():
+    from deepc.errors import ArgumentError
+    from deepc.parallel.tensor.cut import Cut
+
+    def widths(cut):
+        return [cut.width(r) for r in range(cut.ranks)]
+
+    assert widths(Cut.even((61, 4), 0, 4, 0)) == [16, 16, 16, 13]  # torch.chunk's
+    assert widths(Cut.even((4, 9), 1, 8, 0)) == [2, 1, 1, 1, 1, 1, 1, 1]  # where torch.chunk leaves ranks with nothing
+    fused = Cut.shared((12, 4), 0, (2, 1), 0, (6, 3, 3))
+    assert fused.parts == (((0, 4), (6, 8), (9, 11)), ((4, 6), (8, 9), (11, 12)))
+    with pytest.raises(ArgumentError, match="7 features can't be cut"):
+        Cut.shared((7, 4), 0, (2, 1), 0)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+def _trains(rank, world, sizes, models, stages):
+    """Every model at every stage of ZeRO against torch in this process; the losses."""
+    from deepc.plan.mesh import Mesh
+
+    mesh, told = Mesh.of(sizes), {}
+    for given in models:
+        plain = model_of(*given)
+        made = [copy.deepcopy(plain) for _ in stages]
+        losses, norms, grads = by_torch(plain)
+        for stage, model in zip(stages, made):
+            case = f"{mesh}, {given}, ZeRO {stage}"
+            engine = engine_of(model, mesh, stage)
+            assert (engine.mesh.dp, engine.mesh.tp, engine.mesh.pp) == (mesh.dp, mesh.tp, mesh.pp)
+            here = first_gradients(engine)
+            its_losses, its_norms = trained(engine, micro_batches(mesh.coordinates(rank).dp, mesh.dp))
+            assert its_losses == pytest.approx(losses, rel=1e-6), case
+            assert its_norms == pytest.approx(norms, rel=1e-5), case
+            for name, grad in here.items():
+                near(grad, grads[name], f"{case}, {name}")
+            told[given, stage] = its_losses, sorted(here)
+            if mesh.pp == 1:
+                assert set(here) == set(grads)
+            engine.destroy()
+    return told
+
+
+LLAMA = ("llama", 3, 1)  # one head of keys, which both of 2 ranks read
+
+
+@pytest.mark.parametrize(
+    ("sizes", "models", "stages"),
+    [
+        ({"tp": 2}, [("gpt2", 3), LLAMA], (3,)),
+        pytest.param({"tp": 2}, [("bert", 3), ("llama", 6, 3), ("qwen3", 3, 1)], (0, 1, 2, 3), marks=pytest.mark.full),
+        pytest.param(
+            {"tp": 3}, [("gpt2", 4, 0, 4), ("llama", 6, 2), ("llama", 10, 2)], (0, 2, 3), marks=pytest.mark.full
+        ),
+        pytest.param({"tp": 4}, [("gpt2", 6), ("llama", 14, 2), ("llama", 6, 2)], (1, 3), marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2}, [("gpt2", 3), LLAMA, ("bert", 3)], (0, 1, 2, 3), marks=pytest.mark.full),
+        pytest.param({"tp": 2, "pp": 2}, [("gpt2", 3), LLAMA], (0, 1, 2, 3), marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2, "pp": 2}, [("gpt2", 3), LLAMA], (2, 3), marks=pytest.mark.full),
+    ],
+    ids=lambda v: "x".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else None,
+)
+def test_uneven_heads_train_as_torch_in_one_process(sizes, models, stages):
+    """Losses to 1e-6, norms and gradients to 1e-5 of the largest element; all ranks tell the same losses."""
+    world = sizes.get("dp", 1) * sizes["tp"] * sizes.get("pp", 1)
+    ranks = run_ranks(_trains, world, sizes, models, stages)
+    for case, (losses, _) in ranks[0].items():
+        assert all(r[case][0] == losses for r in ranks)
+    if sizes.get("pp", 1) > 1:
+        names = {n for n, _ in model_of(*models[0]).named_parameters()}
+        assert {n for r in ranks for n in r[models[0], stages[0]][1]} == names
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+def _whole(rank, world, folder):
+    """2 steps over tensor-parallel ranks, 2 in another layout from their checkpoint, 2 more as before."""
+    import deepc
+    from deepc.checkpoint import CheckpointReader
+    from deepc.errors import UnsupportedError
+    from deepc.parallel.tensor import dtensors
+    from deepc.plan.mesh import Mesh
+
+    for given in (("gpt2", 3), LLAMA):
+        at = f"{folder}/{given[0]}"
+        plain = model_of(*given)
+        whole = {n: t.clone() for n, t in plain.state_dict().items()}
+        losses, norms, _ = by_torch(plain, 6)
+        got_losses, got_norms = [], []
+        for i, sizes in enumerate(({"tp": 2}, {"dp": 2}, {"tp": 2})):
+            mesh = Mesh.of(sizes)
+            engine = engine_of(model_of(*given), mesh, 2)
+            if i:
+                assert engine.load_checkpoint(f"{at}/{i - 1}")[0]
+            data = micro_batches(mesh.coordinates(rank).dp, mesh.dp)
+            for _ in range(2 * i * MICRO):
+                next(data)
+            if i == 0:
+                named = dict(engine.module.named_parameters())
+                for name, p in named.items():
+                    assert torch.equal(deepc.view(p).value, whole[name]), name
+                with pytest.raises(UnsupportedError, match="DTensor has no placement"):
+                    dtensors(engine.module)
+            for found, more in zip((got_losses, got_norms), trained(engine, data, 2)):
+                found += more
+            engine.save_checkpoint(f"{at}/{i}")
+            if i == 2:
+                state = engine.module_state_dict()
+                engine.module.save_pretrained(f"{at}/hf")
+                engine.everyone.barrier()
+                read = type(plain).from_pretrained(f"{at}/hf").state_dict()
+                for name, p in plain.named_parameters():
+                    near(state[name], p.detach(), name)
+                    assert torch.equal(read[name], state[name])
+                # a new value of the whole, with which the model computes
+                for name, p in engine.module.named_parameters():
+                    deepc.view(p).fp32 = whole[name]
+                ids = next(micro_batches())["input_ids"]
+                fresh = model_of(*given).eval()
+                near(engine.module.eval()(ids).logits, fresh(ids).logits.detach(), "logits")
+                options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+                assert torch.equal(engine.module.generate(ids, **options), fresh.generate(ids, **options))
+            engine.destroy()
+        assert got_losses == pytest.approx(losses, rel=1e-6) and got_norms == pytest.approx(norms, rel=1e-5)
+        with CheckpointReader(f"{at}/0") as reader:
+            for name, p in plain.named_parameters():
+                assert tuple(reader[f"fp32/{name}"].shape) == tuple(p.shape)
+
+
+def test_checkpoints_views_and_saved_models_are_of_the_whole(tmp_path):
+    run_ranks(_whole, 2, str(tmp_path))
+
+
+# ---- what can't be ---------------------------------------------------------------------------------------------------
+def _refusals(rank, world):
+    import deepc
+    from deepc.errors import DeepcError
+
+    def refused(model, **tensor):
+        before = {n: p.shape for n, p in model.named_parameters()}
+        with pytest.raises(DeepcError) as caught:
+            engine_of(model, deepc.plan.mesh.Mesh(tp=2), 0, tensor_parallel={"autotp_size": 2, **tensor})
+        assert {n: p.shape for n, p in model.named_parameters()} == before  # nothing was cut
+        return str(caught.value)
+
+    unnamed = model_of(*LLAMA)
+    for block in unnamed.model.layers:
+        del block.self_attn.num_key_value_groups
+    unlike = model_of("llama", 6, 3)
+    attention = unlike.model.layers[0].self_attn
+    attention.k_proj = torch.nn.Linear(24, 16)
+    return [
+        refused(model_of("gpt2", 1)),
+        refused(unnamed),
+        refused(unlike),
+    ]
+
+
+def test_heads_that_can_not_be_shared_are_refused():
+    wants = [
+        "has 1 head: 1 head of queries can't be shared by 2 tensor-parallel ranks; use at most 1",
+        "LlamaAttention has no num_key_value_groups = 3",
+        "4 is neither the number of keys and values nor of queries",
+    ]
+    for told in run_ranks(_refusals, 2):
+        for want, text in zip(wants, told, strict=True):
+            assert want in text
