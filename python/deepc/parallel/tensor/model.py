@@ -222,7 +222,8 @@ def _shared_heads(owner: Any, name: str, projections: dict[str, list[int]], rank
     """projections: name -> how many heads each part of its outputs has."""
     every = sorted({n for heads in projections.values() for n in heads})
     keys, queries = every[0], every[-1]
-    told = f"tensor_parallel.autotp_size = {ranks}, and {name} has {' and '.join(map(str, every))} head{'s' * (every != [1])}"
+    counted = f"{' and '.join(map(str, every))} head{'s' * (every != [1])}"
+    told = f"tensor_parallel.autotp_size = {ranks}, and {name} has {counted}"
     if wrong := [n for n in every if n % keys or (keys < ranks and n not in (keys, queries))]:
         raise ArgumentError(
             f"{told} in {', '.join(projections)}: {wrong[0]} is neither the number of keys and values nor of queries,"
