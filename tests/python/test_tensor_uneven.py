@@ -203,7 +203,8 @@ def _whole(rank, world, folder):
     import deepc
     from deepc.checkpoint import CheckpointReader
     from deepc.errors import UnsupportedError
-    from deepc.parallel.tensor import dtensors
+    from deepc.parallel.simulate.onpaper import OnPaper
+    from deepc.parallel.tensor import cut_model, dtensors
     from deepc.plan.mesh import Mesh
 
     for given in (("gpt2", 3), LLAMA):
@@ -224,6 +225,9 @@ def _whole(rank, world, folder):
                 named = dict(engine.module.named_parameters())
                 for name, p in named.items():
                     assert torch.equal(deepc.view(p).value, whole[name]), name
+                divided = model_of(*given)  # as an estimate does, in one process
+                cut_model(divided, OnPaper(rank, 2))
+                assert {n: p.shape for n, p in divided.named_parameters()} == {n: p.shape for n, p in named.items()}
                 with pytest.raises(UnsupportedError, match="DTensor has no placement"):
                     dtensors(engine.module)
             for found, more in zip((got_losses, got_norms), trained(engine, data, 2)):

@@ -311,7 +311,8 @@ def search(case: Case, space: Space | None = None, keep: int = 8) -> Found:
         raise ArgumentError(
             f"no layout of {case.cluster.ranks} ranks is possible for {case.model.name}: {case.model.heads} heads,"
             f" {case.model.layers} blocks and {case.batch} samples a step can't be cut so. Choose a batch that data-"
-            "parallel ranks divide, or leave the axes free"
+            "parallel ranks divide, or leave the axes free; tensor-parallel ranks are looked at where they divide the"
+            " heads, of keys too"
         )
 
     def of(f: _lib.PlannerFound) -> Predicted:
