@@ -261,36 +261,32 @@ def test_checkpoints_views_and_saved_models_are_of_the_whole(tmp_path):
 
 
 # ---- what can't be ---------------------------------------------------------------------------------------------------
-def _refusals(rank, world):
-    import deepc
+@pytest.mark.parametrize("rank", [0, 1])
+def test_heads_that_can_not_be_shared_are_refused(rank):
     from deepc.errors import DeepcError
+    from deepc.parallel.simulate.onpaper import OnPaper
+    from deepc.parallel.tensor import cut_model
 
-    def refused(model, **tensor):
-        before = {n: p.shape for n, p in model.named_parameters()}
-        with pytest.raises(DeepcError) as caught:
-            engine_of(model, deepc.plan.mesh.Mesh(tp=2), 0, tensor_parallel={"autotp_size": 2, **tensor})
-        assert {n: p.shape for n, p in model.named_parameters()} == before  # nothing was cut
-        return str(caught.value)
-
-    unnamed = model_of(*LLAMA)
+    unnamed, unlike, fused = model_of(*LLAMA), model_of("llama", 6, 3), torch.nn.Module()
     for block in unnamed.model.layers:
         del block.self_attn.num_key_value_groups
-    unlike = model_of("llama", 6, 3)
-    attention = unlike.model.layers[0].self_attn
-    attention.k_proj = torch.nn.Linear(24, 16)
-    return [
-        refused(model_of("gpt2", 1)),
-        refused(unnamed),
-        refused(unlike),
-    ]
-
-
-def test_heads_that_can_not_be_shared_are_refused():
-    wants = [
-        "has 1 head: 1 head of queries can't be shared by 2 tensor-parallel ranks; use at most 1",
-        "LlamaAttention has no num_key_value_groups = 3",
-        "4 is neither the number of keys and values nor of queries",
-    ]
-    for told in run_ranks(_refusals, 2):
-        for want, text in zip(wants, told, strict=True):
-            assert want in text
+    unlike.model.layers[0].self_attn.k_proj = torch.nn.Linear(24, 16)
+    fused.attention = torch.nn.Module()
+    fused.attention.head_dim, fused.attention.qkv = 4, torch.nn.Linear(12, 20)
+    spec = {"patterns": [r".*\.qkv$"], "partition_type": "column", "shape": [[12, 4, 4], -1]}
+    for model, sequence, want in (
+        (
+            model_of("gpt2", 1),
+            1,
+            "has 1 head: 1 head of queries can't be shared by 2 tensor-parallel ranks; use at most 1",
+        ),
+        (unnamed, 1, "LlamaAttention has no num_key_value_groups = 3"),
+        (unlike, 1, "4 is neither the number of keys and values nor of queries"),
+        (fused, 1, "qkv has queries, keys and values in one weight; use at most 1 ranks"),
+        (model_of("gpt2", 3), 2, "sequence_parallel_size = 2, and the heads of transformer.h.0.attn, which ranks of a"),
+    ):
+        before = {n: p.shape for n, p in model.named_parameters()}
+        with pytest.raises(DeepcError) as caught:
+            cut_model(model, OnPaper(rank, 2), {"partition_config": {"layer_specs": [spec]}}, sequence)
+        assert want in str(caught.value)
+        assert {n: p.shape for n, p in model.named_parameters()} == before  # nothing was cut
