@@ -127,6 +127,7 @@ def test_heads_are_shared_whole(queries, keys, ranks, shared, read):
 
 
 def test_every_rank_gets_some_of_a_width():
+    from deepc.compat.helpers.parallel.layers import get_shard_size_list
     from deepc.errors import ArgumentError
     from deepc.parallel.tensor.cut import Cut
 
@@ -137,6 +138,7 @@ def test_every_rank_gets_some_of_a_width():
     assert widths(Cut.even((4, 9), 1, 8, 0)) == [2, 1, 1, 1, 1, 1, 1, 1]  # where torch.chunk leaves ranks with nothing
     fused = Cut.shared((12, 4), 0, (2, 1), 0, (6, 3, 3))
     assert fused.parts == (((0, 4), (6, 8), (9, 11)), ((4, 6), (8, 9), (11, 12)))
+    assert get_shard_size_list(24, 4, num_kv_heads=6) == [8, 8, 4, 4]  # DeepSpeed's question
     with pytest.raises(ArgumentError, match="7 features can't be cut"):
         Cut.shared((7, 4), 0, (2, 1), 0)
 
