@@ -312,12 +312,21 @@ class MultiNodeGroup:
 
 
 class TorchGroup(_OneNode):
-    """Ranks on several nodes or GPUs, over torch.distributed's default group."""
+    """Ranks on several nodes or GPUs, over torch.distributed's default group, or a group of `ranks` of it (then made
+    collectively by these). ranks: None for all."""
 
     transport: Literal["c10d"] = "c10d"
 
-    def __init__(self, device: torch.device, uneven: str = "") -> None:
-        self.rank, self.world, self.device, self.uneven = dist.get_rank(), dist.get_world_size(), device, uneven
+    def __init__(
+        self,
+        device: torch.device,
+        uneven: str = "",
+        ranks: Sequence[int] | None = None,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        self.device, self.uneven, self.ranks = device, uneven, ranks
+        self._group = None if ranks is None else new_group(ranks, timeout=timeout)
+        self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.ranks_per_node, self.local_rank, self.leader = 1, 0, True
         self.before: Callable[[], None] = lambda: (
             None
@@ -326,12 +335,12 @@ class TorchGroup(_OneNode):
     def barrier(self) -> None:
         self.before()
         with self._errors("a barrier"):
-            dist.barrier()
+            dist.barrier(self._group)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         self.before()
         with self._errors("a broadcast"):
-            dist.broadcast(tensor, root)
+            dist.broadcast(tensor, group=self._group, group_src=root)
 
     def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         return translated(f"{what} of the engine", self.rank, self.world)
@@ -341,11 +350,18 @@ class TorchGroup(_OneNode):
         send = tensor.to(self.device)
         out = [torch.empty_like(send) for _ in range(self.world)]
         with self._errors("a gather"):
-            dist.all_gather(out, send)
+            dist.all_gather(out, send, group=self._group)
         return torch.stack(out).to(tensor.device)
 
     def close(self) -> None:
-        pass
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def new_group(ranks: Sequence[int] | None, **given: Any) -> Any:
+    """dist.new_group, collective over `ranks` alone."""
+    return dist.new_group(None if ranks is None else list(ranks), use_local_synchronization=ranks is not None, **given)
 
 
 # What `transport` tells apart.
@@ -433,11 +449,15 @@ def _in_short(ranks: Sequence[int] | None) -> str:
 
 
 def open_group(
-    device: torch.device, timeout: datetime.timedelta, label: str = "engine", ranks: Sequence[int] | None = None
+    device: torch.device,
+    timeout: datetime.timedelta,
+    label: str = "engine",
+    ranks: Sequence[int] | None = None,
+    uneven_parts: bool = False,
 ) -> Group:
     """The group of `ranks` of the default group (None: all) for one engine; a rank's number in it is its place among
     them. Collective over these: groups of the same ranks are made in the same order on every rank. UnsupportedError for
-    a part of the ranks on GPUs, or on nodes with different numbers of them."""
+    a part of the ranks on GPUs, or (but with uneven_parts) on nodes with different numbers of them."""
     if not dist.is_initialized() or len(names := ranks or range(dist.get_world_size())) == 1:
         return SoloGroup()
     if device.type != "cpu":
@@ -463,9 +483,9 @@ def open_group(
         f"node {name} has rank{'s' * (len(at) > 1)} {', '.join(str(names[r]) for r in at)}"
         for name, at in zip(places.names, places.nodes)
     )
-    if ranks is not None:
+    if ranks is not None and not uneven_parts:
         raise UnsupportedError(
             f"an engine of ranks {list(ranks)} of {dist.get_world_size()} needs nodes with equally many of them:"
             f" {uneven}"
         )
-    return TorchGroup(device, uneven)
+    return TorchGroup(device, uneven, ranks, timeout)

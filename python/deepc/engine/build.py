@@ -331,7 +331,8 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
             engine.unequal_batches = lambda batch: refuse_unequal(batch, tensor_group(mesh))
         if mesh.pp * mesh.tp * mesh.ep > 1:
             ranks = mesh.holders(engine.everyone.rank)
-            engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)
+            stages = part is not None and mesh.tp * mesh.sp * mesh.ep == 1
+            engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks, uneven_parts=stages)
             undo.callback(engine.group.close)
     engine.averaging = engine.group
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
@@ -719,15 +720,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         except DeepcError as exc:
             failure = exc
         together(engine.everyone, failure)
-    engine.state = state_class(plan)(
-        plan,
-        named,
-        engine.group,
-        engine.device,
-        host=engine.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu",
-        accumulates=(config.gradient_accumulation_steps or 1) > 1,
-        tier=tier,
-    )
+    engine.state = make_state(engine, named, tier)
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained], sharers_of(engine))
     if engine.parts is not None:
         engine.parts.repeated = frozenset(i for i, p in enumerate(engine.state.trained) if not engine.answers_for(p))
@@ -741,9 +734,36 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
     undo.callback(engine.hooks.remove)
     engine.norm_riders.extend(engine.step_policy.riders)
     if plan.mode == "streamed":
-        cast("StreamedState", engine.state).stream(engine.module, config.zero)
+        cast("StreamedState", engine.state).stream(engine.module, config.zero, engine.everyone.ranks_per_node)
     if plan.parameters_as:
         engine.guard.publish()  # from the start on the parameters are what other nodes get of the masters
+
+
+def make_state(engine: EngineBase, named: Named, tier: DiskTier | None) -> ModelState:
+    """Collective. What the disk of some rank refuses is an error on the ranks of all parts of the model."""
+    config, failure, state = engine._config, None, None
+    try:
+        state = state_class(engine.plan)(
+            engine.plan,
+            named,
+            engine.group,
+            engine.device,
+            host=engine.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu",
+            accumulates=(config.gradient_accumulation_steps or 1) > 1,
+            tier=tier,
+        )
+    except DiskError as exc:
+        failure = exc
+    try:
+        if engine.plan.parameters_on:
+            together(engine.everyone, failure)
+    except DeepcError:
+        if state is not None:
+            state.close()
+        raise
+    if state is None:
+        raise cast(DiskError, failure)
+    return state
 
 
 def sharers_of(engine: EngineBase) -> Sharers | None:

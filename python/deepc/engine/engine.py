@@ -117,6 +117,10 @@ class Engine(EngineBase):
                 self.hooks.give_up()
             if self._passes_together:
                 raise
+        self._tell_broken_pass(mine)
+
+    def _tell_broken_pass(self, mine: DiskError | None) -> None:
+        """If the disk of some rank broke off a pass that is at its end: the same error on all. Collective."""
         if told := failures(self.everyone, mine):
             self.hooks.give_up()
             self.broken_pass = True

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.ops import torch_dtype
-from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
+from ..errors import ArgumentError, CommError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..zero.parameters.param import version_of
+from ..zero.tiers.agree import together
 from .base import StepResult, say
 from .engine import Engine
 
@@ -91,8 +92,6 @@ class PipelineEngine(Engine):
     def _refuse_what_is_not_there(self) -> None:
         here = {
             "GPUs": self.device.type != "cpu",
-            "parameters on disk": bool(self.plan.parameters_on),
-            "ZeRO stage 3 over several nodes": self.plan.mode == "streamed",
             '"precision": "auto"': self.auto_precision is not None,
             'deepc.deterministic = "layout"': self.step_policy.one_gradient,
         }
@@ -115,7 +114,7 @@ class PipelineEngine(Engine):
         if self._sums:
             self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
         try:
-            with self._told_to_all():
+            with self._told_to_all(), self.state.one_pass(trains=True):
                 self.recomputation.begin_batch(lambda: self._stages.in_flight(len(batches)))
                 losses = self._stages.train(self, batches, self._indices)
         except BaseException:
@@ -130,12 +129,24 @@ class PipelineEngine(Engine):
         self._stages.hops.finish()
         self._share_gradients()
         if self._sums:
-            self.hooks.flush()
+            self._flush()
         while not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
         loss = self._mean(losses)
         super().step()
         return loss
+
+    def _flush(self) -> None:
+        """The batch's gradients are reduced. Where they lie on disk, what breaks it off is an error on all ranks."""
+        mine: DiskError | None = None
+        try:
+            self.hooks.flush()
+        except DiskError as exc:
+            mine = exc
+        if self.plan.gradients_on:
+            self._tell_broken_pass(mine)
+        elif mine is not None:
+            raise mine
 
     def measure_batch(self, data_iter: Iterator[Any] | None = None) -> Measured:
         """train_batch, with the times of its actions on all ranks of this pipeline, and what the schedule's simulation
@@ -171,7 +182,7 @@ class PipelineEngine(Engine):
         outputs: list[Any] = []
         self._outputs = outputs if return_logits else None
         try:
-            with torch.no_grad(), self._told_to_all():
+            with torch.no_grad(), self._told_to_all(), self.state.one_pass(trains=False):
                 losses = self._stages.evaluate(self, batches)
         finally:
             self._wants_loss, self._outputs = True, None
@@ -229,14 +240,14 @@ class PipelineEngine(Engine):
         """Other ranks wait for what this one sends: an error here breaks their groups, so that all have one at once."""
         try:
             yield
-        except CommError:
-            raise  # they have it
         except BaseException as exc:
-            reason = (
-                f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
-                f" {type(exc).__name__}: {exc}"
-            )
-            self.break_groups(reason)
+            if not isinstance(exc, CommError) or self.plan.sharded:  # else they have it
+                reason = (
+                    f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
+                    f" {type(exc).__name__}: {exc}"
+                )
+                self.break_groups(reason)
+                self.state.fail(exc)
             raise
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
@@ -281,6 +292,7 @@ class PipelineEngine(Engine):
             with self.activations.around(), self.recomputation.around((received, read), stage):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)
+            self.state.meet()
         finally:
             self.events.end("forward", out if last else None)
         if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):
@@ -299,6 +311,7 @@ class PipelineEngine(Engine):
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         super().backward(loss)
+        self.state.meet()
         self._micro_batch_is_done()
 
     def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -308,6 +321,7 @@ class PipelineEngine(Engine):
                 self._backward_pass(lambda: _backward(outputs, gradients))
             else:
                 _backward(outputs, gradients)
+            self.state.meet()
         finally:
             self.events.end("backward", None)
         self._micro_batch_is_done()
@@ -365,19 +379,41 @@ class PipelineEngine(Engine):
 
     def publish(self) -> None:
         super().publish()
-        if "_stages" in self.__dict__:  # else the engine is being made
+        # Not while the engine is being made; and where a disk may have broken it off on some rank, others don't wait
+        # here: the next batch sees that parameters were written.
+        if "_stages" in self.__dict__ and not self.plan.parameters_on:
             self._spread_ties()
 
     @torch.no_grad()
     def _spread_ties(self) -> None:
         """Copies get the trainer's values. Collective."""
-        for i, p, holders in self._lent:
-            for holder in holders:
-                self._stages.send_tie(i, p.detach(), holder)
-        for i, copy, owner in self._copies:
-            copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), owner)
-        self._stages.hops.finish()
+        with self._lent_are_whole():
+            for i, p, holders in self._lent:
+                for holder in holders:
+                    self._stages.send_tie(i, p.detach(), holder)
+            for i, copy, owner in self._copies:
+                copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), owner)
+            self._stages.hops.finish()
         self._lent_versions = self._versions_of_lent()
+
+    @contextlib.contextmanager
+    def _lent_are_whole(self) -> Iterator[None]:
+        """What this rank trains for others can be read; or no rank comes here, where the disk of one fails."""
+        whole = self.state.whole([p for _, p, _ in self._lent], None)
+        failure: DiskError | None = None
+        try:
+            whole.begin()
+        except DiskError as exc:
+            failure = exc
+        try:
+            if self.plan.parameters_on:
+                together(self.everyone, failure)
+            elif failure is not None:
+                raise failure
+            yield
+        finally:
+            if failure is None:
+                whole.end()
 
     def _versions_of_lent(self) -> list[int]:
         """They change with each write that is not a step's (deepc.view, GatheredParameters): the next batch begins with

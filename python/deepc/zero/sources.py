@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..comm import start as comm
 from ..comm.failures import Breaker, break_pairs
-from ..comm.groups import _all_gather, own_store
+from ..comm.groups import _all_gather, new_group, own_store
 from ..core.lib import C, check
 from ..plan.layout import ALIGN
 from .parameters.param import FlatUnit
@@ -125,14 +125,15 @@ class NodeSource:
 
 
 class Exchange:
-    """Groups of our own over all ranks, for parts of parameters. `what`: whose they are, for messages. After a failure
-    every call raises it, a CommError, on all ranks. Made and closed collectively."""
+    """Groups of our own over `ranks` (None: all), for parts of parameters. `what`: whose they are, for messages. After
+    a failure every call raises it, a CommError, on all ranks. Made and closed collectively."""
 
-    def __init__(self, what: str, device: torch.device) -> None:
-        self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self._breaker = Breaker(what, self.rank, self.world, own_store("exchange")[1], self._cut)
-        self._control: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
-        self._data: Any = self._control if device.type == "cpu" else dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
+    def __init__(self, what: str, device: torch.device, ranks: Sequence[int] | None = None) -> None:
+        store = own_store("exchange", ranks)[1]
+        self._control: Any = new_group(ranks, backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
+        self._data: Any = self._control if device.type == "cpu" else new_group(ranks, timeout=comm.DEFAULT_TIMEOUT)
+        self.world, self.rank = dist.get_world_size(self._control), dist.get_rank(self._control)
+        self._breaker = Breaker(what, self.rank, self.world, store, self._cut)
 
     def table(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, in rank order."""
@@ -159,7 +160,7 @@ class Exchange:
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """`tensor` of rank `root` on all ranks."""
         with self.errors():
-            dist.broadcast(tensor, root, group=self._data)
+            dist.broadcast(tensor, group=self._data, group_src=root)
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
         """Around calls of the backend: turns its error into one of ours."""
@@ -210,13 +211,14 @@ class _Started(NamedTuple):
 
 
 class CollectiveSource:
-    """Gathers over all ranks, each of which has its shard alone. reductions: of gradients, told of every round."""
+    """Gathers over `ranks` of the default group (None: all), each of which has its shard alone. reductions: of
+    gradients, told of every round."""
 
     WANTS = 15  # units that a round can carry for a rank
     _NOTHING, _AT_FENCE = -2, -1
 
-    def __init__(self, device: torch.device, reductions: Reductions) -> None:
-        self._exchange = Exchange("a gather of ZeRO-3's parameters", device)
+    def __init__(self, device: torch.device, reductions: Reductions, ranks: Sequence[int] | None = None) -> None:
+        self._exchange = Exchange("a gather of ZeRO-3's parameters", device, ranks)
         self._cpu, self._reductions = device.type == "cpu", reductions
         self._units: list[FlatUnit] = []
         # [unit][rank]: (offset in the unit, this rank's values, elements)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Collection, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -334,7 +335,7 @@ class ModelState:
 
     def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
         """The reducer of gradients over torch.distributed. Collective."""
-        return TorchReducer(self.plan, self.device, self.acc, self.partial, wire, pre_scale)
+        return TorchReducer(self.plan, self.device, self.acc, self.partial, wire, pre_scale, ranks_of(self.group))
 
     def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
         """Of the configuration's rows (key, value, reason) without effect on this device those that have none in this
@@ -344,6 +345,17 @@ class ModelState:
     def keep_gathered(self) -> Whole:
         """See Engine.keep_gathered."""
         return Whole()
+
+    def one_pass(self, trains: bool) -> AbstractContextManager[None]:
+        """Around a batch of a pipeline, whose forwards and backwards alternate. trains: with gradients."""
+        return nullcontext()
+
+    def meet(self) -> None:
+        """Where gathers are collectives: returns when all ranks with the same part of the model are here, and takes
+        part in the gathers of those that are not. Before this rank waits for a rank with another part."""
+
+    def fail(self, error: BaseException) -> None:
+        """No rank with the same part of the model waits for a gather with this one any more."""
 
     def close(self) -> None:
         """The engine ends; parameters stay readable."""
@@ -444,6 +456,11 @@ class ModelState:
         """What makes `params` whole for a while, for rank `writer` to write (None: nobody writes). Masters are the
         caller's part."""
         raise NotImplementedError
+
+
+def ranks_of(group: Group) -> Sequence[int] | None:
+    """Those of the default group that talk over torch.distributed; None: all of them."""
+    return group.ranks if group.transport == "c10d" else None
 
 
 def leases_gradients(plan: Plan, accumulates: bool) -> bool:

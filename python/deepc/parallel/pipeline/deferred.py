@@ -84,14 +84,18 @@ class Deferring(TorchFunctionMode):
     def _takes(self, p: Any) -> bool:
         return isinstance(p, torch.Tensor) and id(p) in self._indices
 
-    def leave(self, x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor, bias: Any, transposed: bool) -> None:
-        """The products of one layer: x [.., in], g [.., out]; weight [out, in], or [in, out] if transposed."""
+    def index_of(self, p: torch.Tensor | None) -> int | None:
+        return None if p is None else self._indices[id(p)]
+
+    def leave(self, x: torch.Tensor, g: torch.Tensor, weight: int, bias: int | None, transposed: bool) -> None:
+        """The products of one layer: x [.., in], g [.., out]; weight, bias: indices of its parameters, [out, in], or
+        [in, out] if transposed, and [out]."""
 
         def product() -> None:
             rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-            self._sums.bring_product(self._indices[id(weight)], *((rows.t(), out) if transposed else (out.t(), rows)))
+            self._sums.bring_product(weight, *((rows.t(), out) if transposed else (out.t(), rows)))
             if bias is not None:
-                self._sums.bring(self._indices[id(bias)], out.sum(0))
+                self._sums.bring(bias, out.sum(0))
 
         self._later.add(product)
 
@@ -99,13 +103,14 @@ class Deferring(TorchFunctionMode):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: Deferring, x: torch.Tensor, weight: Any, bias: Any, transposed: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.mode, ctx.transposed = weight, bias, mode, transposed
+        # The weight is saved as autograd saves it: where ZeRO-3 streams it, it comes when backward reads it.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
+        ctx.weight, ctx.bias, ctx.mode, ctx.transposed = mode.index_of(weight), mode.index_of(bias), mode, transposed
         return torch.addmm(bias, x, weight) if transposed else torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.mode.leave(x.detach(), g, weight, ctx.bias, ctx.transposed)
-        matrix = weight.t() if ctx.transposed else weight
-        return None, g @ matrix if ctx.needs_input_grad[1] else None, None, None, None
+        x, weight = ctx.saved_tensors
+        back = None if weight is None else g @ (weight.t() if ctx.transposed else weight)
+        ctx.mode.leave(x.detach(), g, ctx.weight, ctx.bias, ctx.transposed)
+        return None, back, None, None, None

@@ -76,6 +76,8 @@ class PipelineModule(torch.nn.Module):
 
     Layer i is the submodule "i", or tied_modules.KEY: the names in a checkpoint, whatever the number of stages."""
 
+    calls_in_turn = True  # its submodules, as torch.nn.Sequential: ZeRO-3 gathers a layer at a time
+
     def __init__(
         self,
         layers: Sequence[Layer],

@@ -411,8 +411,8 @@ class FlatUnit(Unit):
 
     flat: [elements and padding] dtype; offsets: where each parameter starts in it; storage, nbytes, key: of `flat`, for
     torch's own count of who refers to it; trained: id(parameter) of those that get gradients. For who schedules units:
-    stamp (when it was used last), keep (it stays after its present use), todo (id(parameter) of trained ones whose
-    gradient has not come since the last forward use)."""
+    stamp (when it was used last), keep (it stays after its present use), backward (the number of the last one that came
+    to it), todo (id(parameter) of trained ones whose gradient has not come in that one)."""
 
     def __init__(
         self,
@@ -438,7 +438,7 @@ class FlatUnit(Unit):
         self.storage = self.flat.untyped_storage()
         self.nbytes, self.key = self.storage.nbytes(), self.storage._cdata
         self._own_references = private.storage_use_count(self.key)
-        self.stamp, self.keep = 0, False
+        self.stamp, self.keep, self.backward = 0, False, 0
         self.todo: set[int] = set()
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ...comm import start as comm
 from ...comm.c10d.progress import Progress
 from ...comm.failures import Breaker, break_group
-from ...comm.groups import _all_gather, own_store
+from ...comm.groups import _all_gather, new_group, own_store
 from ...core import memory
 from ...errors import UnsupportedError
 from ...plan.buckets import BucketStates
@@ -54,7 +54,7 @@ class Reduction(NamedTuple):
 
 class TorchReducer:
     """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface
-    is reducer.Reducer. Made and closed collectively."""
+    is reducer.Reducer. Made and closed collectively by `ranks` of the default group (None: all)."""
 
     tree: Tree | None = None
 
@@ -66,6 +66,7 @@ class TorchReducer:
         partial: torch.Tensor,
         wire: torch.dtype,
         pre_scale: float,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = (
             plan,
@@ -96,9 +97,9 @@ class TorchReducer:
         self._group: Any = None
         self._progress: Progress | None = None
         if plan.world > 1:
-            self._group = dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
-            store = own_store("gradients")[1]
-            self._breaker = Breaker("a reduction of gradients", dist.get_rank(), plan.world, store, self._cut)
+            self._group = new_group(ranks, timeout=comm.DEFAULT_TIMEOUT)
+            self._rank, store = dist.get_rank(self._group), own_store("gradients", ranks)[1]
+            self._breaker = Breaker("a reduction of gradients", self._rank, plan.world, store, self._cut)
             if device.type == "cpu":
                 self._progress = Progress("gradients")
                 self._flat = torch.empty(layout.bucket_elems, dtype=wire)
@@ -176,7 +177,7 @@ class TorchReducer:
             return
         order = torch.tensor(self._states.seen_order(), dtype=torch.int64, device=self._device)
         with self._errors("the order of reductions"):
-            dist.broadcast(order, 0, group=self._group)
+            dist.broadcast(order, group=self._group, group_src=0)
         self._states.order = order.tolist()
 
     # ---- a bucket ----------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ class TorchReducer:
 
     def _cut(self, error: BaseException) -> None:
         if self._device.type == "cpu" and (group := self._group) is not None:
-            break_group(group, dist.get_rank(), self._plan.world)
+            break_group(group, self._rank, self._plan.world)
         self.tell(error)
 
     def tell(self, error: BaseException) -> None:
@@ -362,8 +363,9 @@ class RoundsReducer(TorchReducer):
         *,
         meet: Callable[[], None],
         tell: Callable[[BaseException], None],
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(plan, device, acc, partial, wire, pre_scale)
+        super().__init__(plan, device, acc, partial, wire, pre_scale, ranks)
         self._meet_all, self._tell_all = meet, tell
         self._in_order = device.type != "cpu" and plan.sharded
 

@@ -4,6 +4,7 @@ node, as in resident mode, or where ranks share no memory each rank's shard."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from ..parameters.param import share
 from ..resident import WholeFlats, broadcast
 from ..shards import give
 from ..sources import CollectiveSource, NodeSource, Piece, Source
-from ..state import Flats, ModelState
+from ..state import Flats, ModelState, ranks_of
 from ..step.collective import RoundsReducer, TorchReducer
 from ..tiers.agree import together
 from .cells import CELL_ELEMS, CellWalk, cells_of
@@ -119,7 +120,7 @@ class ShardFlats:
         state.group.barrier()
 
     def source(self, state: StreamedState) -> Source:
-        source = CollectiveSource(state.device, state.reducer)
+        source = CollectiveSource(state.device, state.reducer, ranks_of(state.group))
         cast("TorchGroup", state.group).before = source.fence
         return source
 
@@ -189,8 +190,9 @@ class StreamedState(ModelState):
         assert self.streamed is not None, "after stream()"
         return self.streamed
 
-    def stream(self, model: torch.nn.Module, config: ZeroConfig) -> None:
-        """From here on parameters come and go. After the hooks of the gradients. Collective."""
+    def stream(self, model: torch.nn.Module, config: ZeroConfig, ranks_here: int) -> None:
+        """From here on parameters come and go. After the hooks of the gradients. ranks_here: on this node, of all parts
+        of the model. Collective."""
         for _, p in self.frozen:
             share(p)
         trained = list(zip(self.names, self.trained))
@@ -205,19 +207,19 @@ class StreamedState(ModelState):
             lambda p: self.flats.pieces(self, p),
             like,
             config,
-            self._most_live(config),
+            self._most_live(config, ranks_here),
             on_disk=self.disk is not None,
         )
         self._note_versions()
 
-    def _most_live(self, config: ZeroConfig) -> int:
+    def _most_live(self, config: ZeroConfig, ranks_here: int) -> int:
         """Elements that may be gathered at a time. With parameters on disk the limit is also max_in_cpu, and a third
         of the memory that is left: activations and gradients want some; half of it where nothing is trained."""
         most = config.stage3_max_live_parameters
         if self.disk is None:
             return most
         parts = 3 if self.trained else 2
-        room = memory.available() // (parts * self.plan.ranks_per_node * self.dtype.itemsize)
+        room = memory.available() // (parts * ranks_here * self.dtype.itemsize)
         least = torch.tensor([float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64)
         return int(self.group.gather_all(least).min())
 
@@ -234,13 +236,18 @@ class StreamedState(ModelState):
             wire,
             pre_scale,
             meet=lambda: cast("TorchGroup", self.group).before(),
-            tell=self._tell,
+            tell=self.fail,
+            ranks=ranks_of(self.group),
         )
         return self.reducer
 
-    def _tell(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         if self.streamed is not None:
             self.streamed.fail(error)
+
+    def meet(self) -> None:
+        if self.plan.sharded:
+            cast("TorchGroup", self.group).before()
 
     # ---- parameters on disk ------------------------------------------------------------------------------------------
     @property
@@ -321,12 +328,14 @@ class StreamedState(ModelState):
     def keep_gathered(self) -> Whole:
         return _Kept(self.units)
 
+    def one_pass(self, trains: bool) -> AbstractContextManager[None]:
+        return self.units.one_pass(trains)
+
     def close(self) -> None:
-        if self.streamed is None:
-            return
-        if self.plan.sharded and self.reducer.broken:
-            self._tell(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
-        self.streamed.close()
+        if self.streamed is not None:
+            if self.plan.sharded and self.reducer.broken:
+                self.fail(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
+            self.streamed.close()
         if self.disk is not None:
             self.disk.close()
         if self.store is not None:

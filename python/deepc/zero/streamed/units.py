@@ -10,8 +10,8 @@ When a unit is there:
  - **backward**: when a node reads what was saved of it (saved.py): outputs of any type, losses that don't come from an
    output, several backward passes.
  - **release**: after its last use in forward; in backward after the gradients of all its trained parameters have been
-   accumulated, and at the end of backward. A storage that anything else still refers to (a view that a user kept, a
-   tensor inside a running node) is never freed: torch counts its users.
+   accumulated in this backward, and at the end of backward. A storage that anything else still refers to (a view that a
+   user kept, a tensor inside a running node) is never freed: torch counts its users.
 
 Tried and left: register_multi_grad_hook on the outputs of modules to gather for backward. It misses what leaves a
 module another way than by its output (a loss kept in an attribute), it must gather all that a module used at once, and
@@ -19,8 +19,9 @@ what the module saved has to be held until its gradients are there, frozen param
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ HONOURED = (
     "stage3_max_reuse_distance",
 )  # keys of zero_optimization that act in this mode, on every device
 MAX_TRACE = 1 << 16  # uses of one pass that are remembered
+_EVALUATION = -1  # among the keys of orders: a pass that is told as one, without gradients
 _COUNTED = (
     "gathers",
     "gathered_elems",
@@ -91,6 +93,8 @@ class StreamedUnits:
         self._holds = 0  # keep-gathered contexts
         self._whole = 0  # state_dict calls under way
         self._tasks: dict[int, list[FlatUnit]] = {}  # backward passes under way, with the units that were touched
+        self._backwards = 0  # outermost ones so far: units count their gradients anew in each
+        self._told = False  # inside of `one_pass`
         self._clock = 0
         self._copied: FlatUnit | None = None
         self._blocked: set[FlatUnit] = set()  # to be released as soon as nothing else refers to them
@@ -253,8 +257,6 @@ class StreamedUnits:
     def _use(self, unit: FlatUnit) -> None:
         """One more running user; the unit's parameters can be read."""
         self._ensure(unit)
-        if private.graph_task_id() == -1:
-            unit.todo = set(unit.trained)
         unit.use()
 
     def _unuse(self, unit: FlatUnit) -> None:
@@ -266,11 +268,10 @@ class StreamedUnits:
     def _begin_pass_if_new(self, outermost: int) -> None:
         """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to
         the next such. outermost: identity of the module whose call begins."""
-        if self._frames or private.graph_task_id() != -1 or self._holds:
+        if self._told or self._frames or private.graph_task_id() != -1 or self._holds:
             return
         key = None if torch.is_grad_enabled() else outermost
-        for task in list(self._tasks):  # of a backward that raised: autograd has not told its end
-            self._end_task(task)
+        self._end_tasks()
         same = key == self._trace_key
         if self._trace and not self._backward_seen and same and key is None and len(self._trace) < MAX_TRACE:
             return  # a further forward before the backward
@@ -280,6 +281,27 @@ class StreamedUnits:
         self._trace_key, self._order = key, self._orders.get(key)
         if not expected:  # else what is there was gathered for this pass
             self.release_idle()
+
+    @contextlib.contextmanager
+    def one_pass(self, trains: bool) -> Iterator[None]:
+        """All forwards and backwards inside are one pass, whatever their order: the batch of a pipeline, in which those
+        of several micro-batches alternate. trains: with gradients."""
+        key = None if trains else _EVALUATION
+        self._end_tasks()
+        self._end_pass(False)
+        self._trace_key, self._order = key, self._orders.get(key)
+        self.release_idle()
+        self._told = True
+        try:
+            yield
+        finally:
+            self._told = False
+        self.release_idle()
+
+    def _end_tasks(self) -> None:
+        """Of backwards that raised: autograd has not told their end."""
+        for task in list(self._tasks):
+            self._end_task(task)
 
     def _end_pass(self, repeats: bool) -> None:
         """Makes the order of the pass that ended, if it was another one than last time. repeats: such a pass
@@ -317,16 +339,21 @@ class StreamedUnits:
             coming = self._units[v]
             if not coming.live and self.live_elems + coming.elems <= self._max_live:
                 self._begin(coming)
+                coming.keep = True
                 ahead.append(coming)
         if ahead:
             self._start(ahead)
             self._stats["prefetched"] += len(ahead)
         unit.keep = order.keep[i]
 
+    def _stays(self, unit: FlatUnit) -> bool:
+        """Behind a backward in the middle of a pass: whether the order wants the unit for what comes."""
+        return self._told and self._order is not None and unit.keep
+
     def release_idle(self) -> None:
         """Releases what nothing uses, unless it is kept."""
         for unit in self._units:
-            if unit.live and not unit.uses:
+            if unit.live and not unit.uses and not self._stays(unit):
                 self._release(unit)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -403,7 +430,7 @@ class StreamedUnits:
             raise ReleasedParameterError(self._explain(p, func))
         self._use(unit)
         self._note(unit)
-        (self._frames[-1][0] if self._frames else self._in_task(task)).append(unit)
+        (self._frames[-1][0] if self._frames else self._in_task(task, unit)).append(unit)
         return None
 
     def viewed(self, x: torch.Tensor) -> torch.nn.Parameter | None:
@@ -440,19 +467,24 @@ class StreamedUnits:
         """A node of backward is about to read what was saved of `unit`."""
         task = private.graph_task_id()
         if task != -1:
-            self._in_task(task)
+            self._in_task(task, unit)
         self._ensure(unit)
         if unit is not self._last_backward:
             before, self._last_backward = self._last_backward, unit
             self._note(unit)
-            if before is not None and not before.todo:
+            if before is not None and not before.todo and not self._stays(before):
                 self._release(before)  # nothing will say that its last gradient has come
 
-    def _in_task(self, task: int) -> list[FlatUnit]:
+    def _in_task(self, task: int, unit: FlatUnit) -> list[FlatUnit]:
+        """Backward comes to `unit`. With several micro-batches in flight another backward may have been there since the
+        forward: what is to come is counted from the first time in this one."""
         if task not in self._tasks:
+            self._backwards += not self._tasks
             self._backward_seen = True
             self._tasks[task] = []
             private.at_end_of_backward(lambda: self._end_task(task))
+        if unit.backward != self._backwards:
+            unit.backward, unit.todo = self._backwards, set(unit.trained)
         return self._tasks[task]
 
     def _end_task(self, task: int) -> None:
@@ -463,7 +495,10 @@ class StreamedUnits:
         self.release_idle()
 
     def _accumulated(self, p: torch.Tensor) -> None:
-        unit = self._unit_of[id(p)]
+        """Backward is through with `p`; its gradient may come later, from elsewhere (pipeline/deferred.py)."""
+        unit, task = self._unit_of[id(p)], private.graph_task_id()
+        if task != -1:
+            self._in_task(task, unit)
         unit.todo.discard(id(p))
         if unit.todo or not unit.live:
             return
@@ -475,7 +510,8 @@ class StreamedUnits:
         if unit is self._last_backward:
             self._last_backward = None
         for waiting in [*self._blocked, unit]:
-            self._release(waiting)
+            if not self._stays(waiting):
+                self._release(waiting)
 
     # ---- whole parameters --------------------------------------------------------------------------------------------
     def _after_state_dict(self) -> None:
@@ -531,8 +567,12 @@ class StreamedUnits:
             units = list(self._units)
         else:
             units = list({u.index: u for p in params if (u := self._unit_of.get(id(p))) is not None}.values())
-        for unit in units:
-            self._use(unit)
+        for at, unit in enumerate(units):
+            try:
+                self._use(unit)
+            except BaseException:  # a disk that fails
+                self.let_go(units[:at])
+                raise
             unit.keep = False
         return units
 
@@ -588,7 +628,7 @@ def tree_of(model: torch.nn.Module) -> tuple[Node, dict[Node, torch.nn.Module]]:
     nodes: dict[torch.nn.Module, Node] = {}
     for module in model.modules():
         listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
-        sequence = isinstance(module, torch.nn.Sequential)
+        sequence = isinstance(module, torch.nn.Sequential) or getattr(module, "calls_in_turn", False)
         own = [id(p) for p in module._parameters.values() if p is not None]
         nodes[module] = Node("list" if listed else "sequence" if sequence else "call", own)
     for module, node in nodes.items():
