@@ -13,7 +13,7 @@ import torch
 
 from ...comm.groups import MultiNodeGroup
 from ...core import memory
-from ...errors import DiskError, UnsupportedError
+from ...errors import DeepcError, DiskError, UnsupportedError
 from ...offload.array import BLOCK, DiskArray, DiskRead, Place, Window
 from ...plan.layout import ALIGN, Segment, keeps_bytes, padded
 from ...plan.plan import Plan
@@ -114,13 +114,13 @@ class DiskFlats:
                 array = DiskArray(self._folder, numel, state.dtype, what, path=made.path(), sums=sums)
         except DiskError as exc:
             failure = exc
-        lacks = group.gather_all(torch.tensor([float(array is None)], dtype=torch.float64)).view(-1).tolist()
-        if array is None or any(lacks):
-            raise failure or DiskError(
-                f"rank {lacks.index(1.0)} could not open the file of the parameters in {self._folder}; its own message"
-                " says why"
-            )
-        return array
+        try:
+            together(group, failure)
+        except DeepcError:
+            if array is not None:
+                array.close()
+            raise
+        return cast(DiskArray, array)
 
     # ---- values come -------------------------------------------------------------------------------------------------
     def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
