@@ -1,29 +1,30 @@
-"""`deepc simulate`: a training of pp x dp x tp ranks with a ZeRO stage in one process. Every rank has its own weights,
-gradients and states, cut as a real run cuts them (plan/layout.py), computes the actions of its schedule in their order
-(plan/schedule.py), and gets what others have through memory operations of the C core."""
+"""`deepc simulate`: a training of pp x dp x sp x tp ranks, with experts spread over ep of them, and a ZeRO stage in one
+process. Every rank has its own weights, gradients and states, cut as a real run cuts them (plan/layout.py), computes
+the actions of its schedule in their order (plan/schedule.py), and gets what others have through memory operations of
+the C core."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import ArgumentError, DeepcError, UnsupportedError
-from ...optim import AdamW
-from ...plan.layout import Layout
+from ...errors import ArgumentError, DeepcError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Action, Order
 from . import model as parts
 from .collectives import Traffic, copied, reduced
+from .ranks import Rank
+from .reference import CLIP, alone
 
 if TYPE_CHECKING:
     import argparse
-
-_CLIP, _LR = 1.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -48,53 +49,6 @@ class Result:
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.alone))
 
 
-class Rank:
-    """A virtual rank's memory. names: (layer, weight) in flat order. params: its weights, views of `flat`; with stage 3
-    `flat` lasts while a micro-batch is under way, and `shard` is what the rank keeps."""
-
-    def __init__(self, names: list[tuple[str, str]], whole: Mapping[tuple[str, str], torch.Tensor], dp: int, index: int,
-                 stage: int) -> None:  # fmt: skip
-        self.names, self.shapes = names, [whole[n].shape for n in names]
-        self.layout, self.stage = Layout([whole[n].numel() for n in names], dp, 1 << 20), stage
-        self.flat: torch.Tensor | None = torch.zeros(self.layout.total)
-        for at, name in zip(self.layout.offsets, names):
-            copied(self.flat, at, whole[name].contiguous(), 0, whole[name].numel())
-        own_all = stage == 0
-        self.slices = [(s.flat_begin, s.shard_begin, s.length) for s in self.layout.slices(index)]
-        if own_all:
-            self.slices = [(0, 0, self.layout.total)]
-        self.shard = torch.nn.Parameter(torch.zeros(sum(n for _, _, n in self.slices)))
-        for begin, at, n in self.slices:
-            copied(self.shard.data, at, self.flat, begin, n)
-        self.grad = torch.zeros(self.layout.total)
-        self.optimizer = AdamW([self.shard], lr=_LR, weight_decay=0.01)
-        if stage == 3:
-            self.flat = None
-        self.leaves: dict[str, dict[str, torch.Tensor]] = {}
-
-    @property
-    def state_bytes(self) -> int:
-        """Between steps: weights, gradients, two moments."""
-        weights = self.shard.nbytes if self.flat is None else self.flat.nbytes
-        kept = self.shard.nbytes if self.stage >= 2 else self.grad.nbytes
-        return weights + kept + 2 * self.shard.nbytes
-
-    def lend(self, flat: torch.Tensor) -> None:
-        """Leaves for autograd, as views of the whole weights."""
-        self.leaves = {}
-        for at, (layer, name), shape in zip(self.layout.offsets, self.names, self.shapes):
-            view = flat[at : at + shape.numel()].view(shape)
-            self.leaves.setdefault(layer, {})[name] = view.detach().requires_grad_()
-
-    def collect(self) -> None:
-        """Gradients of a micro-batch are added to what there is."""
-        for at, (layer, name) in zip(self.layout.offsets, self.names):
-            leaf = self.leaves[layer][name]
-            if leaf.grad is not None:
-                self.grad[at : at + leaf.numel()] += leaf.grad.flatten()
-                leaf.grad = None
-
-
 @dataclass
 class Simulation:
     """See run."""
@@ -107,11 +61,9 @@ class Simulation:
     tiny: parts.Tiny = field(default_factory=parts.Tiny)
 
     def __post_init__(self) -> None:
-        if self.mesh.sp > 1 or self.mesh.ep > 1:
-            raise UnsupportedError("simulate: sequence and expert parallelism are not simulated; use sp = ep = 1")
         if self.stage not in (0, 1, 2, 3):
             raise ArgumentError(f"simulate: ZeRO stage {self.stage} is none; it is 0 to 3")
-        self.tiny.require(self.mesh.tp)
+        self.tiny.require(self.mesh)
         order = Order.of(self.schedule, self.mesh.pp)
         self.pieces = order.stages
         self.holders = [order.rank_of(piece) for piece in range(self.pieces)]
@@ -120,8 +72,9 @@ class Simulation:
                 f"simulate: {self.tiny.layers} blocks can't be cut into {self.pieces} stages; use --layers"
             )
         self.plan = order.schedule(self.micro_batches)
+        self.cell = parts.Cell.of(self.mesh)
         self.traffic = Traffic()
-        self.first_gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self.first_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         names, each = self.tiny.names(), self.tiny.layers / self.pieces
         cuts = [round(i * each) + 1 for i in range(self.pieces)] + [len(names)]
         self.layers = [names[0 if s == 0 else cuts[s] : cuts[s + 1]] for s in range(self.pieces)]
@@ -130,49 +83,60 @@ class Simulation:
         self.ranks = {r: self._rank(r, whole) for r in range(self.mesh.size)}
 
     def _rank(self, number: int, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> Rank:
-        at, tiny = self.mesh.coordinates(number), self.tiny
+        at, tiny, mesh = self.mesh.coordinates(number), self.tiny, self.mesh
         mine = [s for s in range(self.pieces) if self.holders[s] == at.pp]
         names = [(layer, n) for s in mine for layer in self.layers[s] for n in whole[layer]]
-        cut = {(a, b): tiny.part(a, b, whole[a][b], self.mesh.tp, at.tp) for a, b in names}
-        return Rank(names, cut, self.mesh.dp, at.dp, self.stage)
+        cut = {(a, b): tiny.part(a, b, whole[a][b], mesh, at) for a, b in names}
+        experts = frozenset((a, b) for a, b in names if tiny.shapes(a)[b].expert)
+        world, index = mesh.dp * mesh.sp // mesh.ep, (at.dp * mesh.sp + at.sp) // mesh.ep
+        return Rank(names, cut, experts, world, index, self.stage)
 
-    def _peers(self, pp: int, dp: int) -> list[Rank]:
-        """The tensor-parallel ranks of a place."""
-        return [self.ranks[self.mesh.rank(pp=pp, dp=dp, tp=t)] for t in range(self.mesh.tp)]
+    def _place(self, pp: int, tp: int, place: int) -> Rank:
+        """place: among the ranks that hold the same part of the model, those of the data and the sequence axis."""
+        dp, sp = divmod(place, self.mesh.sp)
+        return self.ranks[self.mesh.rank(pp=pp, dp=dp, sp=sp, tp=tp)]
 
-    def _replicas(self, pp: int, tp: int) -> list[Rank]:
-        """The ranks that hold the same part of the model."""
-        return [self.ranks[self.mesh.rank(pp=pp, dp=d, tp=tp)] for d in range(self.mesh.dp)]
+    def _peers(self, pp: int, first: int) -> list[Rank]:
+        """The ranks that compute together, from replica `first` on."""
+        begin = self.mesh.rank(pp=pp, dp=first)
+        return [self.ranks[r] for r in range(begin, begin + self.cell.size)]
+
+    def _holding(self, pp: int, tp: int, ep: int) -> list[Rank]:
+        """The ranks that hold the same part of the model and the same experts: ZeRO's shards are theirs."""
+        mesh = self.mesh
+        return [self._place(pp, tp, place) for place in range(ep, mesh.dp * mesh.sp, mesh.ep)]
+
+    def _shares(self) -> Iterator[tuple[int, int, int]]:
+        """(pp, tp, ep) of each part of the model."""
+        return itertools.product(range(self.mesh.pp), range(self.mesh.tp), range(self.mesh.ep))
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
-        """Trains on [dp, micro-batches, samples, seq] tokens; the mean loss."""
+        """Trains on [dp, micro-batches, samples, seq] tokens; the mean loss. Cells compute one after the other, so that
+        what ranks have during a step is there for one of them at a time."""
+        total, sums = 0.0, dict[tuple[int, int, int], torch.Tensor]()
+        for first in range(0, self.mesh.dp, self.cell.replicas):
+            self._lend(first)
+            mine = slice(first, first + self.cell.replicas)
+            total += self._pipeline(first, ids[mine].transpose(0, 1), labels[mine].transpose(0, 1))
+            self._add_up(first, sums)
+        self._update(sums)
+        return total / self.mesh.dp
+
+    def _lend(self, first: int) -> None:
+        """Whole weights to compute with; with stage 3 gathered from the shards of the ranks that hold the same."""
         for pp in range(self.mesh.pp):
-            for tp in range(self.mesh.tp):
-                self._lend(pp, tp)
-        total = [self._pipeline(d, ids[d], labels[d]) for d in range(self.mesh.dp)]
-        self._update()
-        return sum(total) / self.mesh.dp
+            for i, r in enumerate(self._peers(pp, first)):
+                if r.flat is not None:
+                    r.lend(r.flat)
+                    continue
+                ep = first * self.mesh.sp + i // self.mesh.tp
+                holding = self._holding(pp, i % self.mesh.tp, ep % self.mesh.ep)
+                r.lend(r.gather(holding, torch.empty(r.layout.total)))
 
-    def _lend(self, pp: int, tp: int) -> None:
-        """Whole weights to compute with; with stage 3 gathered from the replicas' shards."""
-        replicas = self._replicas(pp, tp)
-        for r in replicas:
-            if r.flat is not None:
-                r.lend(r.flat)
-                continue
-            flat = torch.empty(r.layout.total)
-            for other in replicas:
-                for begin, at, n in other.slices:
-                    copied(flat, begin, other.shard.data, at, n)
-            r.lend(flat)
-        if self.stage == 3:
-            # real ranks gather for forward and for backward of each micro-batch; here once serves a step
-            nbytes = 2 * self.micro_batches * replicas[0].layout.total * 4
-            self.traffic.add("dp", len(replicas), nbytes, passes=1)
-
-    def _pipeline(self, dp: int, ids: torch.Tensor, labels: torch.Tensor) -> float:
-        """All actions of one replica: each rank's in its order, as early as what they need is there."""
+    def _pipeline(self, first: int, ids: torch.Tensor, labels: torch.Tensor) -> float:
+        """All actions of a cell's replicas, on [micro-batches, replicas, samples, seq] tokens: each rank's in its
+        order, as early as what they need is there. The sum of the replicas' losses."""
         inbox: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         under_way: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -195,14 +159,15 @@ class Simulation:
                 moved = True
                 if a.kind == "F":
                     given = inbox.pop(("F", a.stage, a.micro), [])
-                    out = self._forward(a, pp, dp, given, ids[a.micro], labels[a.micro])
+                    out = self._forward(a, self._peers(pp, first), given, ids[a.micro], labels[a.micro])
                     under_way[a.stage, a.micro] = (given, out)
                     if a.stage < self.pieces - 1:
                         inbox["F", a.stage + 1, a.micro] = self._sent(a.stage, a.stage + 1, out)
                     else:
-                        loss += out[0].item() / self.micro_batches
+                        mean = sum(x.item() for x in out[:: self.mesh.tp]) / self.mesh.sp
+                        loss += mean / self.micro_batches
                 else:
-                    self._backward(a, pp, dp, inbox, under_way, waiting)
+                    self._backward(a, self._peers(pp, first), inbox, under_way, waiting)
             if not moved:
                 raise DeepcError(f"simulate: schedule {self.schedule} waits for ever at {next_of}")
         return loss
@@ -210,38 +175,41 @@ class Simulation:
     def _sent(self, source: int, target: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies for the ranks of another stage, which share no memory with these."""
         if self.holders[source] != self.holders[target]:
-            self.traffic.bytes["pp"] += sum(t.nbytes for t in tensors)
+            self.traffic.sent("pp", sum(t.nbytes for t in tensors))
         return [t.detach().clone().requires_grad_() for t in tensors]
 
     def _forward(
-        self, a: Action, pp: int, dp: int, given: list[torch.Tensor], ids: torch.Tensor, labels: torch.Tensor
+        self, a: Action, peers: list[Rank], given: list[torch.Tensor], ids: torch.Tensor, labels: torch.Tensor
     ) -> list[torch.Tensor]:
-        peers, xs = self._peers(pp, dp), given
+        """Between stages goes each rank's output and, with experts, its load-balance loss so far."""
+        n, tiny, cell = len(peers), self.tiny, self.cell
+        xs, balance = given[:n], given[n:] or [torch.zeros(()) for _ in peers]
         for layer in self.layers[a.stage]:
             weights = [r.leaves[layer] for r in peers]
             if layer == "embed":
-                xs = parts.embedded(weights, ids, self.traffic)
+                xs = parts.embedded(cell, weights, ids, self.traffic)
             elif layer == "head":
-                xs = parts.losses(weights, xs, labels, self.traffic)
+                return parts.losses(cell, weights, xs, balance, labels, self.traffic)
             else:
-                xs = parts.block(self.tiny, weights, xs, self.traffic)
-        return xs
+                xs, balance = parts.block(tiny, cell, weights, xs, balance, self.traffic)
+        return [*xs, *balance] if tiny.experts else xs
 
     def _backward(
         self,
         a: Action,
-        pp: int,
-        dp: int,
+        peers: list[Rank],
         inbox: dict[tuple[str, int, int], list[torch.Tensor]],
         under_way: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]],
         waiting: dict[tuple[int, int], list[torch.Tensor]],
     ) -> None:
         """B, or its halves: I hands on the gradients of what came in, W makes those of the weights."""
-        peers, key = self._peers(pp, dp), (a.stage, a.micro)
+        key = (a.stage, a.micro)
         given, out = under_way[key]
         leaves = [w for r in peers for layer in self.layers[a.stage] for w in r.leaves[layer].values()]
         if a.kind == "W":
-            self._weights(leaves, out, waiting.pop(key), peers)
+            # I has brought gradients through these layers already: a real rank has kept them
+            with self.traffic.uncounted() if given else contextlib.nullcontext():
+                self._weights(leaves, out, waiting.pop(key), peers)
             del under_way[key]
             return
         if a.stage == self.pieces - 1:
@@ -270,46 +238,57 @@ class Simulation:
         for r in peers:
             r.collect()
 
-    def _update(self) -> None:
-        """Gradients are reduced to their owners, judged as one model's, and applied; weights go to all replicas."""
-        square, mesh = 0.0, self.mesh
-        keep = not self.first_gradients
-        for pp in range(mesh.pp):
-            for tp in range(mesh.tp):
-                replicas = self._replicas(pp, tp)
-                mean = reduced([r.grad for r in replicas]) / mesh.dp
-                self.traffic.add("dp", mesh.dp, mean.nbytes, passes=2 if self.stage == 0 else 1)
-                square += self._square(replicas[0], mean, tp)
-                if keep:
-                    self.first_gradients[pp, tp] = mean
-                for r in replicas:
-                    r.shard.grad = torch.empty_like(r.shard)
-                    for begin, at, n in r.slices:
-                        copied(r.shard.grad, at, mean, begin, n)
-                    r.grad.zero_()
-        factor = min(1.0, _CLIP / (square**0.5 + 1e-6))
-        for r in self.ranks.values():
-            assert r.shard.grad is not None
-            r.shard.grad.mul_(factor)
-            r.optimizer.step()
-            r.shard.grad = None
-            r.leaves = {}
-        for pp in range(mesh.pp):
-            for tp in range(mesh.tp):
-                replicas = self._replicas(pp, tp)
-                for r in replicas:
-                    for other in [r] if self.stage == 0 else replicas:
-                        for begin, at, n in other.slices if r.flat is not None else []:
-                            assert r.flat is not None
-                            copied(r.flat, begin, other.shard.data, at, n)
-                if self.stage in (1, 2):
-                    self.traffic.add("dp", mesh.dp, replicas[0].layout.total * 4, passes=1)
+    def _add_up(self, first: int, sums: dict[tuple[int, int, int], torch.Tensor]) -> None:
+        """Gradients of a cell are added to those of the cells before: in the order of ranks. What is no expert's is
+        summed over the ranks that share experts first."""
+        ep = self.mesh.ep
+        # a pipeline reduces once a step, others with every micro-batch
+        times = 1 if self.mesh.pp > 1 else self.micro_batches
+        for pp in range(self.mesh.pp):
+            peers = self._peers(pp, first)
+            for group in self.cell.expert_groups():
+                ranks = [peers[i] for i in group]
+                given = [r.take_gradients() for r in ranks]
+                whole = reduced(given)
+                self.traffic.add("dp", ep, times * (ranks[0].nbytes - ranks[0].expert_nbytes), passes=2)
+                for e, (r, mine) in enumerate(zip(ranks, given)):
+                    total = whole.clone() if ep > 1 else whole
+                    for at, n in r.experts if ep > 1 else ():
+                        copied(total, at, mine, at, n)
+                    key = (pp, group[0] % self.mesh.tp, e)
+                    if key in sums:
+                        total = reduced([sums[key], total])
+                        self.traffic.sent("dp", times * (2 if self.stage == 0 else 1) * r.nbytes)
+                    sums[key] = total
 
-    def _square(self, rank: Rank, mean: torch.Tensor, tp: int) -> float:
-        """Of the gradients that tensor-parallel rank `tp` counts: what all of them have counts once."""
-        out = 0.0
+    def _update(self, sums: dict[tuple[int, int, int], torch.Tensor]) -> None:
+        """Gradients, on their owners, are judged as one model's and applied; weights go to all replicas."""
+        square = 0.0
+        for key, total in sums.items():
+            total /= self.mesh.dp * self.mesh.sp
+            square += self._square(key, total)
+        if not self.first_gradients:
+            self.first_gradients = {key: total.clone() for key, total in sums.items()}
+        factor = min(1.0, CLIP / (square**0.5 + 1e-6))
+        for pp, tp, ep in self._shares():
+            holding = self._holding(pp, tp, ep)
+            gradients = sums.pop((pp, tp, ep)).mul_(factor)
+            for r in holding:
+                r.update(gradients)
+            for r in holding:
+                if r.flat is not None:
+                    r.gather(holding, r.flat)
+            # stage 3: real ranks gather for forward and for backward of each micro-batch; here once served the step
+            gathers = 0 if self.stage == 0 else 1 if self.stage < 3 else 2 * self.micro_batches
+            self.traffic.add("dp", len(holding), holding[0].nbytes, passes=gathers)
+
+    def _square(self, key: tuple[int, int, int], mean: torch.Tensor) -> float:
+        """Of the gradients of this part that no other has counted: what all ranks have counts once."""
+        pp, tp, ep = key
+        rank, out = self._place(pp, tp, ep), 0.0
         for at, (layer, name), shape in zip(rank.layout.offsets, rank.names, rank.shapes):
-            if tp == 0 or self.tiny.shapes(layer)[name][1] is not None:
+            weight = self.tiny.shapes(layer)[name]
+            if (tp == 0 or weight.tensor is not None) and (ep == 0 or weight.expert):
                 out += float(mean[at : at + shape.numel()].double().square().sum())
         return out
 
@@ -320,36 +299,19 @@ class Simulation:
         for piece in range(self.pieces):
             pp = self.holders[piece]
             for layer in self.layers[piece]:
-                for name, (_, dim) in self.tiny.shapes(layer).items():
-                    found = [self._gradient(pp, tp, layer, name) for tp in range(self.mesh.tp)]
-                    out.setdefault(layer, {})[name] = found[0] if dim is None else torch.cat(found, dim)
+                for name, (_, dim, expert) in self.tiny.shapes(layer).items():
+                    found = []
+                    for ep in range(self.mesh.ep if expert else 1):
+                        cut = [self._gradient((pp, tp, ep), layer, name) for tp in range(self.mesh.tp)]
+                        found.append(cut[0] if dim is None else torch.cat(cut, dim))
+                    out.setdefault(layer, {})[name] = torch.cat(found) if expert else found[0]
         return out
 
-    def _gradient(self, pp: int, tp: int, layer: str, name: str) -> torch.Tensor:
-        r = self._replicas(pp, tp)[0]
+    def _gradient(self, key: tuple[int, int, int], layer: str, name: str) -> torch.Tensor:
+        r = self._place(*key)
         i = r.names.index((layer, name))
         begin, shape = r.layout.offsets[i], r.shapes[i]
-        return self.first_gradients[pp, tp][begin : begin + shape.numel()].view(shape)
-
-
-def alone(tiny: parts.Tiny, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], Any]:
-    """(losses, gradients of the first step) of one process in plain PyTorch, on [dp, micro-batches, samples, seq]
-    tokens a step."""
-    weights = {k: {n: w.requires_grad_() for n, w in v.items()} for k, v in tiny.made().items()}
-    every = [w for v in weights.values() for w in v.values()]
-    optimizer = torch.optim.AdamW(every, lr=_LR, weight_decay=0.01)
-    out: list[float] = []
-    gradients: dict[str, dict[str, torch.Tensor]] = {}
-    for ids, labels in batches:
-        loss = parts.whole_loss(tiny, weights, ids.flatten(0, 2), labels.flatten(0, 2))
-        loss.backward()
-        if not out:
-            gradients = {k: {n: w.grad.clone() for n, w in v.items() if w.grad is not None} for k, v in weights.items()}
-        torch.nn.utils.clip_grad_norm_(every, _CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append(loss.item())
-    return out, gradients
+        return self.first_gradients[key][begin : begin + shape.numel()].view(shape)
 
 
 def run(
@@ -362,9 +324,9 @@ def run(
     steps: int = 2,
     tiny: parts.Tiny | None = None,
 ) -> Result:
-    """Trains `steps` steps on pp x dp x tp virtual ranks, each replica on `micro_batches` micro-batches of `samples`
-    sequences, with AdamW and clipping, and the same in one process. ArgumentError for a layout that can't be,
-    UnsupportedError for sp or ep above 1."""
+    """Trains `steps` steps on pp x dp x sp x tp virtual ranks, each replica on `micro_batches` micro-batches of
+    `samples` sequences, with AdamW and clipping, and the same in one process. ArgumentError for a layout that can't
+    be."""
     begin = time.perf_counter()
     if min(micro_batches, samples, steps) < 1:
         raise ArgumentError(
@@ -379,7 +341,7 @@ def run(
         batches.append((ids[..., :-1], ids[..., 1:]))
     losses = tuple(simulation.step(*b) for b in batches)
     took = time.perf_counter() - begin
-    whole, whole_gradients = alone(simulation.tiny, batches)
+    whole, whole_gradients = alone(simulation.tiny, batches, mesh.sp)
     fullest = max(r.state_bytes for r in simulation.ranks.values())
     sent = dict(simulation.traffic.bytes)
     return Result(mesh, stage, losses, tuple(whole), simulation.gradients(), whole_gradients, fullest, sent, took)
@@ -388,13 +350,14 @@ def run(
 # ---- the command -----------------------------------------------------------------------------------------------------
 def command(args: argparse.Namespace) -> int:
     """`deepc simulate`. Exit code 1: the losses differ from one process' by more than 1e-6 of themselves."""
-    sizes = {n: getattr(args, n) for n in ("layers", "hidden", "heads", "vocab", "seq")}
+    sizes = {n: getattr(args, n) for n in ("layers", "hidden", "heads", "vocab", "seq", "top")}
     if wrong := [n for n, v in sizes.items() if v < 1]:
         raise ArgumentError(f"simulate: --{wrong[0]} {sizes[wrong[0]]} must be at least 1")
-    mesh = Mesh(dp=args.dp, tp=args.tp, pp=args.pp)
+    mesh = Mesh(dp=args.dp, tp=args.tp, pp=args.pp, sp=args.sp, ep=args.ep)
+    tiny = parts.Tiny(**sizes, experts=args.experts, capacity=args.capacity)
     torch.set_num_threads(1)  # tensors are tiny
     found = run(mesh, stage=args.stage, schedule=args.schedule, micro_batches=args.micro_batches, samples=args.samples,
-                steps=args.steps, tiny=parts.Tiny(**sizes))  # fmt: skip
+                steps=args.steps, tiny=tiny)  # fmt: skip
     if args.json:
         told = {"ranks": mesh.size, "losses": found.losses, "alone": found.alone, "difference": found.difference}
         print(json.dumps({**told, "rank_bytes": found.rank_bytes, "sent": found.sent, "seconds": found.seconds}))
