@@ -78,11 +78,13 @@ _COMMANDS: dict[str, Command] = {
     ),
     "simulate": Command(
         "train a tiny model on many virtual ranks in one process, with real numbers",
-        "Every rank of pp x dp x tp has its own shards, follows its pipeline's schedule and exchanges what real ranks"
-        " would; the losses are compared with those of one process. Also counts what each axis sends.",
+        "Every rank of pp x dp x sp x tp has its own shards, and with --experts those of each block that are its among"
+        " ep ranks; it follows its pipeline's schedule and exchanges what real ranks would. The losses are"
+        " compared with those of one process. Also counts what each axis sends.",
         (
             "deepc simulate --dp 16 --tp 8 --pp 8 --stage 3",
             "deepc simulate --pp 4 --schedule zb-v --layers 8 --micro-batches 8",
+            "deepc simulate --dp 16 --sp 2 --tp 4 --pp 8 --ep 8 --experts 8 --top 2 --stage 3 --micro-batches 4",
         ),
         f"0; 1 losses differ by more than 1e-6 of themselves; {_TWO}",
         "arguments.simulate:add_arguments",

@@ -98,7 +98,7 @@ def test_groups_are_the_meshs(sizes):
         holding = [of[id(other)] for other in simulation._holding(at.pp, at.tp, at.ep)]
         assert tuple(holding) == mesh.holders(n)
         assert r.layout.world == len(holding)
-        assert r.slices == [(0, 0, r.layout.total)]  # stage 0
+        assert r.slices == [(0, 0, r.used)]  # stage 0
 
 
 def sent(axis: str, mesh: Mesh, tiny: Tiny, **options) -> int:

@@ -15,7 +15,8 @@ from .reference import DECAY, LR
 class Rank:
     """names: (layer, weight) in flat order; whole: their values; experts: those that are experts'. world: ranks that
     hold the same, of which this is the index-th. `flat` has the whole weights between steps, with stage 3 `shard`
-    alone is kept."""
+    alone is kept. What only fills up the flat space and its shards is cut as well, but not there: of models so small
+    that is most of them."""
 
     def __init__(
         self,
@@ -31,26 +32,28 @@ class Rank:
         self.experts = [
             (at, n) for at, n, name in zip(self.layout.offsets, self.layout.numels, names) if name in experts
         ]
-        flat = torch.zeros(self.layout.total)
+        self.used = self.layout.offsets[-1] + self.layout.numels[-1]
+        flat = torch.zeros(self.used)
         for at, name in zip(self.layout.offsets, names):
             copied(flat, at, whole[name].contiguous(), 0, whole[name].numel())
-        self.slices = [(s.flat_begin, s.shard_begin, s.length) for s in self.layout.slices(index)]
+        slices = [(s.flat_begin, s.shard_begin, s.length) for s in self.layout.slices(index)]
         if stage == 0:
-            self.slices = [(0, 0, self.layout.total)]
+            slices = [(0, 0, self.used)]
+        self.slices = [(begin, at, min(n, self.used - begin)) for begin, at, n in slices if begin < self.used]
         self.shard = torch.nn.Parameter(torch.zeros(sum(n for _, _, n in self.slices)))
         for begin, at, n in self.slices:
             copied(self.shard.data, at, flat, begin, n)
-        self.optimizer = AdamW([self.shard], lr=LR, weight_decay=DECAY)
+        self.optimizer = AdamW([self.shard], lr=LR, weight_decay=DECAY) if self.slices else None
         self.flat = flat if stage < 3 else None
         self.grad: torch.Tensor | None = None
         self.leaves: dict[str, dict[str, torch.Tensor]] = {}
 
     @property
     def state_bytes(self) -> int:
-        """Between steps: weights, gradients, two moments."""
-        whole = 4 * self.layout.total
-        weights, gradients = (self.shard.nbytes if self.stage >= least else whole for least in (3, 2))
-        return weights + gradients + 2 * self.shard.nbytes
+        """Between steps, with what fills up: weights, gradients, two moments."""
+        whole, shard = 4 * self.layout.total, 4 * self.layout.shard_elems
+        weights, gradients, moments = (shard if self.stage >= least else whole for least in (3, 2, 1))
+        return weights + gradients + 2 * moments
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,7 @@ class Rank:
 
     def lend(self, flat: torch.Tensor) -> None:
         """Leaves for autograd, as views of the whole weights, and room for their gradients."""
-        self.leaves, self.grad = {}, torch.zeros(self.layout.total)
+        self.leaves, self.grad = {}, torch.zeros(self.used)
         for at, (layer, name), shape in zip(self.layout.offsets, self.names, self.shapes):
             view = flat[at : at + shape.numel()].view(shape)
             self.leaves.setdefault(layer, {})[name] = view.detach().requires_grad_()
@@ -85,6 +88,8 @@ class Rank:
 
     def update(self, gradients: torch.Tensor) -> None:
         """gradients: of the whole flat space."""
+        if self.optimizer is None:
+            return
         self.shard.grad = torch.empty_like(self.shard)
         for begin, at, n in self.slices:
             copied(self.shard.grad, at, gradients, begin, n)

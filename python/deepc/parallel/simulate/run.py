@@ -132,7 +132,7 @@ class Simulation:
                     continue
                 ep = first * self.mesh.sp + i // self.mesh.tp
                 holding = self._holding(pp, i % self.mesh.tp, ep % self.mesh.ep)
-                r.lend(r.gather(holding, torch.empty(r.layout.total)))
+                r.lend(r.gather(holding, torch.empty(r.used)))
 
     def _pipeline(self, first: int, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """All actions of a cell's replicas, on [micro-batches, replicas, samples, seq] tokens: each rank's in its
