@@ -65,6 +65,16 @@ CASES: dict[str, dict] = {
     "H stage 2, 2 stages x 2 ranks, gpipe, fp32": dict(P, stage=2, world=4, stages=2, schedule="gpipe"),
     "H stage 3, 2 stages x 2 ranks, 1f1b, fp32": dict(P, stage=3, world=4, stages=2),
     "H stage 2, 4 stages, gpipe, fp32": dict(P, stage=2, world=4, stages=4, schedule="gpipe"),
+    "H stage 1, 2 stages x 2 tensor ranks, 1f1b, bf16": dict(P, stage=1, world=4, stages=2, tensor=2, bf16=True),
+    "H stage 0, 2 stages x 2 tensor ranks, zb-h1, fp32": dict(P, stage=0, world=4, stages=2, tensor=2, schedule="zb-h1"),
+    "H stage 3, 2 stages x 2 ranks x 2 tensor ranks, gpipe, fp32": dict(
+        P, stage=3, world=8, stages=2, tensor=2, schedule="gpipe"
+    ),
+    "H stage 1, 2 stages, 1f1b, fp32, budget": dict(P, stage=1, world=2, stages=2, budget="120MB"),
+    "H stage 2, 2 stages x 2 ranks, gpipe, bf16, budget": dict(
+        P, stage=2, world=4, stages=2, schedule="gpipe", bf16=True, budget="250MB"
+    ),
+    "B stage 0, 2 stages, 1f1b, fp32, budget": dict(B, stage=0, world=2, stages=2, micro=2, gas=4, budget="150MB"),
     "B stage 0, 2 stages, 1f1b, fp32": dict(B, stage=0, world=2, stages=2, micro=2, gas=4),
     "B stage 1, 2 stages, 1f1b, bf16": dict(B, stage=1, world=2, stages=2, micro=2, gas=4, bf16=True),
     "B stage 2, 2 stages x 2 ranks, zb-h1, fp32": dict(B, stage=2, world=4, stages=2, micro=2, gas=4, schedule="zb-h1"),

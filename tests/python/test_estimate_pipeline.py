@@ -46,6 +46,17 @@ class Known(TinyGPT):
         return make_batch(0, 2, context=8)
 
 
+TENSORS = {
+    "autotp_size": 2,
+    "partition_config": {
+        "layer_specs": [
+            {"patterns": [r".*\.up$"], "partition_type": "column"},
+            {"patterns": [r".*\.down$"], "partition_type": "row"},
+        ]
+    },
+}
+
+
 # ---- deepc.estimate --------------------------------------------------------------------------------------------------
 def test_the_figures_of_stages_add_up() -> None:
     told = estimate(pipeline())
@@ -68,6 +79,40 @@ def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
     over_nodes = estimate(pipeline(2), ranks=2, nodes=2)
     assert (over_nodes.nodes, over_nodes.world) == (2, 4)
     assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared  # a stage on each
+
+
+def test_tensor_parallel_ranks_share_a_stage() -> None:
+    """Two thirds of a block are cut in two."""
+    whole, cut = estimate(pipeline(), ranks=2), estimate(pipeline(tensor_parallel=TENSORS), ranks=4)
+    assert (cut.world, cut.tensor, cut.parameters) == (4, 2, whole.parameters)
+    assert len(cut.stages) == 2 and cut.rank_peak == max(cut.stages)
+    assert 1.2 < cut.between_steps / whole.between_steps < 1.5  # twice as many ranks, each with two thirds
+    assert cut.activations < 0.85 * whole.activations
+    sums = {r.name: r.shared for r in cut.rows}["sums over tensor-parallel ranks"]
+    assert cut.shared == sums > 0  # a group's for each stage
+    assert cut.node_peak == 2 * sum(cut.stages) + cut.shared
+    doubled = estimate(pipeline(2, tensor_parallel=TENSORS), ranks=8)
+    assert {r.name: r.shared for r in doubled.rows}["sums over tensor-parallel ranks"] == 2 * sums
+    assert doubled.between_steps < 1.1 * cut.between_steps
+    over_nodes = estimate(pipeline(tensor_parallel=TENSORS), ranks=2, nodes=2)  # a stage on each
+    assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared
+    assert over_nodes.shared == sums // 2
+
+
+def note_of(told, *words: str) -> str:
+    return next(n for n in told.notes if all(w in n for w in words))
+
+
+def test_a_budget_is_for_all_micro_batches_in_flight() -> None:
+    """The first rank of 1F1B holds two of them, the second one; GPipe has all four on both."""
+    kept = estimate(pipeline(schedule="gpipe"))
+    budget = {"activation_checkpointing": {"budget": "24MB"}}
+    again, one = estimate(pipeline(schedule="gpipe", **budget)), estimate(pipeline(**budget))
+    assert again.activations < 0.75 * kept.activations
+    assert "4 micro-batches at a time" in note_of(again, "stage 0", "recomputed")
+    assert "4 micro-batches at a time" in note_of(again, "stage 1", "recomputed")
+    assert "2 micro-batches at a time" in note_of(one, "stage 0", "recomputed")
+    assert "at a time" not in note_of(one, "stage 1", "recomputed")
 
 
 def test_what_waits_for_backward_follows_the_schedule() -> None:
@@ -93,10 +138,10 @@ def test_the_plan_in_words() -> None:
 
 
 def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"tensor_parallel\.autotp_size = 2 with pipeline\.stages = 2"):
-        estimate(pipeline(tensor_parallel={"autotp_size": 2}), ranks=4)
-    with pytest.raises(UnsupportedError, match=r"activation_checkpointing\.budget = \d+ with pipeline stages"):
+    with pytest.raises(UnsupportedError, match=r"activation_checkpointing\.budget = \d+ bytes is less than"):
         estimate(pipeline(activation_checkpointing={"budget": "1MB"}))
+    with pytest.raises(UnsupportedError, match="share nodes unevenly"):
+        estimate(pipeline(tensor_parallel=TENSORS), ranks=3, nodes=4)
     with pytest.raises(UnsupportedError, match="pipelines are for CPUs only"):
         estimate(pipeline(), device="cuda")
     with pytest.raises(UnsupportedError, match="share nodes unevenly"):
@@ -123,10 +168,30 @@ def test_initialize_with_a_sample_batch_knows_the_peak_of_each_stage() -> None:
     assert each[0]["stages"] == (max(e["rank_peak"] for e in each[:2]), max(e["rank_peak"] for e in each[2:]))
 
 
-def test_a_budget_in_a_pipeline_leaves_the_states_alone() -> None:
-    for told in run_ranks(planned, 2, args=(pipeline(activation_checkpointing={"budget": "1MB"}),)):
-        assert not told["known"] and told["stages"]
-        assert any("activation_checkpointing.budget" in note for note in told["notes"]), told["notes"]
+def planned_and_chosen(rank: int, world: int, cfg: dict) -> tuple[dict, str]:
+    engine = deepc.initialize(model=make_model(**SHAPE), config=cfg, sample_batch=batch())[0]
+    for _ in range(2):  # in the second the choice is made for all together
+        engine.train_batch(itertools.repeat(batch()))
+    told, chosen = engine.memory_plan.to_dict(), engine.recomputation.in_words()
+    engine.destroy()
+    return told, chosen
+
+
+def test_the_plan_knows_what_a_budget_will_recompute() -> None:
+    """Blocks are alike: whatever they take, as few as can be are recomputed."""
+    cfg = pipeline(schedule="gpipe", activation_checkpointing={"budget": "24MB"})
+    for told, chosen in run_ranks(planned_and_chosen, 2, args=(cfg,)):
+        assert told["known"] and told["stages"], told["notes"]
+        assert any(n.endswith(f": {chosen}") for n in told["notes"]), (chosen, told["notes"])
+
+
+def test_initialize_knows_the_peak_of_tensor_parallel_stages() -> None:
+    each = run_ranks(planned, 4, args=(pipeline(tensor_parallel=TENSORS),))
+    whole = run_ranks(planned, 2, args=(pipeline(),))
+    for told in each:
+        assert told["known"] and (told["world"], told["stages"]) == (4, each[0]["stages"])
+        assert told["node_peak"] == sum(e["rank_peak"] for e in each) + told["shared"]
+    assert max(e["activations"] for e in each) < 0.9 * max(e["activations"] for e in whole)
 
 
 def refused(rank: int, world: int) -> str:

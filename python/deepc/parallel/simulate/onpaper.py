@@ -1,12 +1,12 @@
-"""What one rank holds of a model that tensor parallelism divides, without the other ranks: for estimates, in a child
-that is thrown away (plan/predict/dryrun)."""
+"""What one rank holds of a model that is divided over ranks, without the other ranks: for estimates, in a child that is
+thrown away (plan/predict/dryrun)."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from ...config.tree import Config
 from ...errors import UnsupportedError
 from ...plan.predict.estimate import ask, command
 from ...plan.predict.estimate.figures import MemoryEstimate
+from ..axes import without_values
 from ..pipeline.layers import PipelineModule
 from ..tensor.cut import cuts_of
 from ..tensor.group import TensorGroup
@@ -24,13 +25,25 @@ if TYPE_CHECKING:
 
 
 class OnPaper(TensorGroup):
-    """A rank of a group that is not there: what it would get of the others has shapes alone, or is its own."""
+    """A rank of a group that is not there: what it would get of the others has shapes alone. Where tensors have values
+    (a block is tried: where may it be cut?) the others have zeros, or the same: a part computes alike each time."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None, rank, size)
 
     def spread(self, t: torch.Tensor) -> None:
         """Every rank has the first one's values."""
+
+    def add_up(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return t
+
+    def gather(self, t: torch.Tensor, dim: int, widths: Sequence[int]) -> torch.Tensor:
+        if without_values(t):
+            return super().gather(t, dim, widths)
+        return torch.cat([t.narrow(dim, 0, w) for w in widths], dim)  # the first rank's is the widest
+
+    def scatter_sum(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        return super().scatter_sum(t, dim) if without_values(t) else t.chunk(self.size, dim)[self.rank].contiguous()
 
 
 def divide(model: torch.nn.Module, config: Config) -> None:

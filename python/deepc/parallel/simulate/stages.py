@@ -16,7 +16,7 @@ from ...core import memory
 from ...core.foreign import private
 from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
-from ...plan.predict.shapes import Work
+from ...plan.predict.shapes import WithoutValues, Work
 from ...plan.schedule import Order
 from ..pipeline.cutting import chain
 from ..pipeline.cutting.calls import every_tensor, mapped
@@ -86,16 +86,20 @@ class StageOnPaper:
         return micro_batches
 
     # ---- of the dry run ----------------------------------------------------------------------------------------------
+    def blocks(self) -> list[torch.nn.Module]:
+        return self._part.blocks()
+
     def begin(
         self,
         indices: Mapping[int, int],
         trained: Sequence[torch.nn.Parameter],
         copies: Sequence[Any],
         sums: torch.dtype,
+        again: WithoutValues,
     ) -> None:
         """Once. indices: of the parameters that are trained here, by their ids; trained, copies: what stands for them
-        and for `copies` now. sums: what gradients are added up in."""
-        self._sums_in, self._copies = sums, copies
+        and for `copies` now. sums: what gradients are added up in. again: which blocks are recomputed."""
+        self._sums_in, self._copies, self._again = sums, copies, again
         self._indices = {id(p): i for i, p in enumerate(trained)}
         self._lent_here = [(trained[indices[id(p)]], holders) for p, holders in self._lent]
         for i, p in enumerate(copies):
@@ -105,6 +109,7 @@ class StageOnPaper:
     def train(self, model: torch.nn.Module, batch: Any, gradients: Reducer, live: Callable[[], int]) -> int:
         """All micro-batches of a batch. Returns the most that live() said after a forward."""
         self._model, self._gradients, self._live, self._saved = model, gradients, live, 0
+        self._again.begin_batch(lambda: self._stages.in_flight(self.micro_batches))
         self._stages.train(self, [batch] * self.micro_batches, self._indices)
         for i, p in enumerate(self._copies):
             none = torch.zeros(p.shape, dtype=self._sums_in)
@@ -121,7 +126,8 @@ class StageOnPaper:
     # ---- of the runtime (parallel/pipeline/runtime.py) ---------------------------------------------------------------
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
         model = self._model
-        out = self._part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
+        with self._again.around((received, self._part.inputs(batch)), stage):
+            out = self._part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
         self._saved = max(self._saved, self._live())
         return out
 

@@ -6,6 +6,7 @@ comes back. Nothing else is kept: torch.utils.checkpoint, which restores the def
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,14 +30,21 @@ class Inside:
     """The generator's state while a region runs. drops: modules of the region whose dropout may be on."""
 
     def __init__(self, owner: nn.Module, group: TensorGroup) -> None:
-        self._drops = [m for m in owner.modules() if isinstance(m, torch.nn.Dropout)]
         self._owner, self._rank = owner, group.rank
-        self._rates = [n for n, v in vars(owner).items() if "dropout" in n and isinstance(v, float)]
         self._outside: torch.Tensor | None = None
+
+    # Looked up when they are asked for: while `owner` is copied, its copy has nothing yet.
+    @functools.cached_property
+    def _drops(self) -> list[nn.Module]:
+        return [m for m in self._owner.modules() if isinstance(m, torch.nn.Dropout)]
+
+    @functools.cached_property
+    def _rates(self) -> list[str]:
+        return [n for n, v in vars(self._owner).items() if "dropout" in n and isinstance(v, float)]
 
     def _draws(self) -> bool:
         rates = any(getattr(self._owner, n) > 0 for n in self._rates)
-        return self._owner.training and (rates or any(m.p > 0 for m in self._drops))
+        return self._owner.training and (rates or any(getattr(m, "p", 0.0) > 0 for m in self._drops))
 
     def enter(self) -> None:
         if self._draws():  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more

@@ -18,9 +18,15 @@ class WithoutValues(Recomputation):
     """What is measured is arithmetic instead of time: multiplications and bytes of what operators return. Ranks of one
     model see the same, and there is no disk: what goes there stays within the same budget."""
 
-    def __init__(self, module: torch.nn.Module, budget: int | None, work: Work) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        budget: int | None,
+        work: Work,
+        blocks: list[torch.nn.Module] | None = None,
+    ) -> None:
         self._work = work
-        super().__init__(module, budget)
+        super().__init__(module, budget, blocks)
 
     def clock(self, args: tuple[Any, ...]) -> float:
         return self._work.seconds

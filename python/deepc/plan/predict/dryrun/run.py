@@ -93,11 +93,19 @@ class Staged(Protocol):
     def sums(self) -> bool:
         """Whether a batch's gradients are added up on their rank before they are reduced."""
 
+    def blocks(self) -> list[torch.nn.Module]:
+        """What a budget of recomputation may compute again here."""
+
     def begin(
-        self, indices: Mapping[int, int], trained: Sequence[Any], copies: Sequence[Any], sums: torch.dtype
+        self,
+        indices: Mapping[int, int],
+        trained: Sequence[Any],
+        copies: Sequence[Any],
+        sums: torch.dtype,
+        again: WithoutValues,
     ) -> None:
         """Once. indices: of the trained parameters, by their ids. trained, copies: the fake ones in the place of these
-        and of `copies`. sums: what gradients are added up in."""
+        and of `copies`. sums: what gradients are added up in. again: which blocks are recomputed."""
 
     def train(self, model: torch.nn.Module, batch: Any, gradients: Reducer, live: Callable[[], int]) -> int:
         """All micro-batches of a batch. Returns the most that live() said after a forward."""
@@ -201,7 +209,7 @@ def run(
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
-    forward, "gradients" the largest one.
+    forward, "largest_gradient"; and what of the forward is recomputed, in words.
     """
     from ....core.foreign.private import FakeTensorMode
 
@@ -224,13 +232,13 @@ def run(
         p.register_post_accumulate_grad_hook(reducer.hook(i))
     step = update(fake.trained, mode, tracker) if update is not None else None
     work = Work()
-    again = WithoutValues(model, budget, work)
+    again = WithoutValues(model, budget, work, staged.blocks() if staged is not None and budget is not None else None)
     saved = 0
     with mode, tracker, contextlib.nullcontext() if budget is None else work:
         batch = empty_like(batch, dtype if cast_inputs else None)
         if staged is not None:
             indices = {id(p): i for i, p in enumerate(trained)}
-            staged.begin(indices, fake.trained, fake.copies, sums_in)
+            staged.begin(indices, fake.trained, fake.copies, sums_in, again)
         tracker.peak = tracker.live
         for _ in range(steps):
             if staged is not None:
@@ -252,6 +260,7 @@ def run(
         "malloc": heap.usable,
         "leased": sums is not None,
         "guesses": sorted(set(tracker.guesses)),
+        "recomputed": again.in_words(),
     }
 
 

@@ -167,9 +167,10 @@ class Case:
         from .. import dryrun
 
         if self.stages > 1:
-            model = self._whole()
+            model = self._make()[0]
             cut = self._cut(model)
-            texts = [f"Pipelines of {self.stages} ranks: {cut.describe()}"]
+            shared = f", {self.tensor} ranks to each, the first of which is shown" if self.tensor > 1 else ""
+            texts = [f"Pipelines of {self.stages} ranks: {cut.describe()}{shared}"]
             for rank in range(self.stages):
 
                 def describe(rank: int = rank) -> dict[str, Any]:
@@ -190,28 +191,22 @@ class Case:
         from .. import dryrun
 
         shapes, loaded = dryrun.load_symbolic_shapes(), dryrun.load_compiler()
-        model = self._whole()
-        whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        model, whole, gone = self._make()
         self._recompute_blocks(model)
         cut = self._cut(model)
         each = []
         for rank in range(self.stages):
 
             def work(rank: int = rank) -> dict[str, Any]:
-                return self._work_of_stage(model, cut, rank, shapes, loaded)
+                return self._work_of_stage(model, cut, rank, shapes, loaded, gone)
 
-            each.append(from_dict(dryrun.forked(work)))
+            each.append(among(from_dict(dryrun.forked(work)), self, whole))
         notes = [f"stages: {cut.describe()}"]
         return over_stages(each, self.ranks_per_node, self.nodes, whole, notes).to_dict()
 
     def _cut(self, model: torch.nn.Module) -> Cutting:
         if self.cut is None:
             raise UnsupportedError(f"pipeline.stages = {self.stages}: ask deepc.estimate, which can cut models")
-        if self.tensor > 1:
-            raise UnsupportedError(
-                f"tensor_parallel.autotp_size = {self.tensor} with pipeline.stages = {self.stages}: an estimate of both"
-                " together does not exist; leave one of the keys out"
-            )
         if self.device != "cpu":
             raise UnsupportedError(f"pipeline.stages = {self.stages} on {self.device}: pipelines are for CPUs only")
         dtype = torch_dtype(dtype_named(self.config.dtype))
@@ -221,13 +216,15 @@ class Case:
         return self.ranks_per_node * self.nodes // (self.stages * self.tensor)
 
     def _work_of_stage(
-        self, model: torch.nn.Module, cut: Cutting, rank: int, shapes: int, loaded: int
+        self, model: torch.nn.Module, cut: Cutting, rank: int, shapes: int, loaded: int, gone: int
     ) -> dict[str, Any]:
+        """gone: when tensors were divided, before the model was cut."""
         from ....nn.fuse import fuse_as_asked
 
-        staged, gone = self._goes(model, lambda: cut.stage(rank))
+        staged, further = self._goes(model, lambda: cut.stage(rank))
         fuse_as_asked(model, self.config.deepc.fuse)
-        found = self._predict(model, staged, loaded=loaded, shapes=shapes, gone=gone, looked=cut.looked)
+        looked = max(0, cut.looked + gone)
+        found = self._predict(model, staged, loaded=loaded, shapes=shapes, gone=gone + further, looked=looked)
         return found.to_dict()
 
     def _make(self) -> tuple[torch.nn.Module, int, int]:
@@ -282,9 +279,9 @@ class Case:
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
         if self.stages > 1:
-            world = self._data_ranks()
-            ranks, nodes = min(world, self.ranks_per_node), -(-world // self.ranks_per_node)
-            if world % ranks or (self.ranks_per_node % ranks and nodes == 1):
+            world, here = self._data_ranks(), max(1, self.ranks_per_node // self.tensor)
+            ranks, nodes = min(world, here), -(-world // here)
+            if world % ranks or (here % ranks and nodes == 1) or self.ranks_per_node % self.groups:
                 raise UnsupportedError(
                     f"{self.ranks_per_node} ranks a node and {world} for each of {self.stages} stages: an estimate of"
                     " stages that share nodes unevenly does not exist; use a number of ranks a node that one divides"
@@ -360,11 +357,12 @@ def _ranks(stage: int, wide: int, node: int, ranks_per_node: int) -> int:
 
 
 def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
-    """The estimate of a rank's shard as one of all ranks. whole: trained parameters of the model."""
+    """The estimate of a rank's shard as one of all ranks (of its stage, in a pipeline: over_stages knows how many those
+    are). whole: trained parameters of the model."""
     if case.tensor == 1:
         return e
     groups = case.groups
-    sums = Row("sums over tensor-parallel ranks", shared=TENSOR_BYTES * max(1, case.ranks_per_node // case.tensor))
+    sums = Row("sums over tensor-parallel ranks", shared=TENSOR_BYTES * e.ranks_per_node)
     shared = e.shared * groups + sums.shared
     return changed(
         e,
@@ -411,12 +409,6 @@ def predict(
     if batch is not None and plan.mode == "streamed":
         raise UnsupportedError(
             "a dry run of the streamed mode does not exist; estimate without a sample batch (model states only)"
-        )
-    if batch is not None and staged is not None and config.activation_checkpointing.budget is not None:
-        raise UnsupportedError(
-            f"activation_checkpointing.budget = {config.activation_checkpointing.budget} with pipeline stages: a dry"
-            " run of both together does not exist; estimate without a sample batch (model states only), or leave the"
-            " budget out"
         )
     if batch is not None:
         gas = config.gradient_accumulation_steps or 1

@@ -117,8 +117,8 @@ def assembled(
     looked: int = 0,
     shapes: int = 0,
 ) -> MemoryEstimate:
-    """looked: the peak of what initialize runs before it makes the plan. shapes: what the first backward of a
-    pipeline imports."""
+    """looked: the peak of what initialize runs before it makes the plan, and before it imports `loaded`. shapes: what
+    the first backward of a pipeline imports."""
     leased = run is not None and run["leased"]
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
@@ -132,7 +132,7 @@ def assembled(
         largest * 4 if plan.has_master and plan.world > 1 else 0
     )  # one parameter at a time goes to all ranks in fp32
     looked -= code - CODE_BYTES if looked else 0  # which is run in fp32
-    init = max(looked, early + copy_ + min(0, gone) if not gpu else 0) + loaded
+    init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
     rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
     live = heap = saved = 0
     if run is not None and gpu:
@@ -154,6 +154,8 @@ def assembled(
                 )
             )
         notes.append(f"the peak of live tensors is in {run['at']}")
+        if run["recomputed"]:
+            notes.append(f"recomputed, by arithmetic in the place of times: {run['recomputed']}")
         if not run["malloc"]:
             notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
         if run["guesses"]:

@@ -190,16 +190,17 @@ class Recomputation:
         )
 
     def _say(self) -> None:
-        told = self.stats()
-        _log.info(
-            "recomputation: %d of %d calls of blocks%s, %.1f MiB held of a budget of %.1f (%.1f without)%s",
-            told["recomputed"],
-            told["calls"],
-            f", {told['on_disk']} on disk" if told["on_disk"] else "",
-            told["peak_bytes"] / 2**20,
-            (self.budget or 0) / 2**20,
-            told["whole_bytes"] / 2**20,
-            f", {self._in_flight} micro-batches at a time" if self._in_flight > 1 else "",
+        _log.info("recomputation: %s", self.in_words())
+
+    def in_words(self) -> str:
+        """The plan; "" before there is one."""
+        if not (told := self.stats()):
+            return ""
+        disk = f", {told['on_disk']} on disk" if told["on_disk"] else ""
+        together = f", {self._in_flight} micro-batches at a time" if self._in_flight > 1 else ""
+        return (
+            f"{told['recomputed']} of {told['calls']} calls of blocks{disk}, {told['peak_bytes'] / 2**20:.1f} MiB held of"
+            f" a budget of {(self.budget or 0) / 2**20:.1f} ({told['whole_bytes'] / 2**20:.1f} without){together}"
         )
 
     def stats(self) -> dict[str, float]:
