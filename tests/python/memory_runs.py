@@ -19,6 +19,7 @@ C = dict(width=768, layers=6, vocab=8192, context=256, micro=4)  # 49 M
 D = dict(width=256, layers=4, vocab=32000, context=512, micro=4)  # 11 M, logits dominate
 H = dict(width=512, layers=6, vocab=16384, context=256, micro=4, hf=True)  # transformers' GPT-2
 P = dict(H, micro=2, gas=4)  # the same in pipelines
+M = dict(width=384, layers=4, vocab=8192, context=256, micro=4, experts=8, k=1, capacity=1.25)  # 8 experts a block
 CASES: dict[str, dict] = {
     "A stage 0, 1 rank, fp32": dict(A, stage=0),
     "A stage 0, 1 rank, bf16": dict(A, stage=0, bf16=True),
@@ -66,7 +67,9 @@ CASES: dict[str, dict] = {
     "H stage 3, 2 stages x 2 ranks, 1f1b, fp32": dict(P, stage=3, world=4, stages=2),
     "H stage 2, 4 stages, gpipe, fp32": dict(P, stage=2, world=4, stages=4, schedule="gpipe"),
     "H stage 1, 2 stages x 2 tensor ranks, 1f1b, bf16": dict(P, stage=1, world=4, stages=2, tensor=2, bf16=True),
-    "H stage 0, 2 stages x 2 tensor ranks, zb-h1, fp32": dict(P, stage=0, world=4, stages=2, tensor=2, schedule="zb-h1"),
+    "H stage 0, 2 stages x 2 tensor ranks, zb-h1, fp32": dict(
+        P, stage=0, world=4, stages=2, tensor=2, schedule="zb-h1"
+    ),
     "H stage 3, 2 stages x 2 ranks x 2 tensor ranks, gpipe, fp32": dict(
         P, stage=3, world=8, stages=2, tensor=2, schedule="gpipe"
     ),
@@ -75,6 +78,14 @@ CASES: dict[str, dict] = {
         P, stage=2, world=4, stages=2, schedule="gpipe", bf16=True, budget="250MB"
     ),
     "B stage 0, 2 stages, 1f1b, fp32, budget": dict(B, stage=0, world=2, stages=2, micro=2, gas=4, budget="150MB"),
+    "M stage 0, 1 rank, fp32, experts": dict(M, stage=0, micro=8),
+    "M stage 2, 2 ranks, bf16, experts, top-2": dict(M, stage=2, world=2, bf16=True, k=2),
+    "M stage 3, 2 ranks, fp32, experts, none dropped": dict(M, stage=3, world=2, k=2, keeps=True),
+    "M stage 1, 2 ranks, fp32, experts over 2": dict(M, stage=1, world=2, ep=2, micro=8),
+    "M stage 2, 4 ranks, bf16, experts over 2, top-2": dict(M, stage=2, world=4, ep=2, bf16=True, k=2),
+    "M stage 0, 2 stages x 2 ranks, 1f1b, fp32, experts over 2": dict(
+        M, stage=0, world=4, stages=2, ep=2, micro=2, gas=4
+    ),
     "B stage 0, 2 stages, 1f1b, fp32": dict(B, stage=0, world=2, stages=2, micro=2, gas=4),
     "B stage 1, 2 stages, 1f1b, bf16": dict(B, stage=1, world=2, stages=2, micro=2, gas=4, bf16=True),
     "B stage 2, 2 stages x 2 ranks, zb-h1, fp32": dict(B, stage=2, world=4, stages=2, micro=2, gas=4, schedule="zb-h1"),
@@ -102,6 +113,8 @@ def make_model(case: dict):
     import torch
 
     torch.manual_seed(0)
+    if case.get("experts"):
+        return mixture(case)
     if not case.get("hf"):
         from tiny import TinyGPT
 
@@ -134,6 +147,44 @@ def make_model(case: dict):
     if case.get("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def mixture(case: dict):
+    """TinyGPT with a mixture of experts in the place of every block's network; losses of balance are handed on, as
+    pipelines want it."""
+    import torch
+    import torch.nn.functional as F
+    from deepc.parallel.expert import MoE
+    from tiny import Block, TinyGPT
+    from torch import nn
+
+    class Mixed(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            del self.up, self.down
+            network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            options = dict(ep_size=case.get("ep", 1), k=case["k"], capacity_factor=case["capacity"])
+            self.moe = MoE(width, network, case["experts"], drop_tokens=not case.get("keeps", False), **options)
+
+        def forward(self, x, balance):
+            b, t, c = x.shape
+            q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+            x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+            out, l_aux, _ = self.moe(self.ln2(x))
+            return x + out, balance + l_aux
+
+    class Mixture(TinyGPT):
+        def __init__(self, width: int, layers: int, **options) -> None:
+            super().__init__(width, layers, **options)
+            self.blocks = nn.ModuleList(Mixed(width) for _ in range(layers))
+
+        def forward(self, x, y):
+            h, balance = self.tok(x) + self.pos(torch.arange(x.shape[1])), torch.zeros(())
+            for block in self.blocks:
+                h, balance = block(h, balance)
+            return F.cross_entropy(self.head(self.ln(h)).float().flatten(0, 1), y.flatten()) + 0.01 * balance
+
+    return Mixture(case["width"], case["layers"], vocab=case["vocab"], context=case["context"])
 
 
 def make_config(case: dict) -> dict:

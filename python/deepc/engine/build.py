@@ -609,7 +609,14 @@ def predict_memory(
         from ..parallel.simulate.stages import on_paper
 
         staged = functools.partial(
-            on_paper, engine.part, engine.module, stage, engine._config, engine.world_size, engine.dtype
+            on_paper,
+            engine.part,
+            engine.module,
+            stage,
+            engine._config,
+            engine.world_size,
+            engine.dtype,
+            shared=engine.shared_gradients,
         )
     engine.memory_plan = check_plan(
         engine.plan,
@@ -624,6 +631,7 @@ def predict_memory(
         engine.group.leader,
         stage,
         staged,
+        engine.mesh.ep,
     )
     say(engine, str(engine.memory_plan))
     engine.first_step = FirstStep(engine.memory_plan)

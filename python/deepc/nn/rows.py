@@ -28,6 +28,7 @@ class Rows(NamedTuple):
         return max(nbytes, -(-nbytes * self.most // self.now))
 
 
+_seen: contextvars.ContextVar[set[Rows] | None] = contextvars.ContextVar("deepc_rows_seen", default=None)
 _told: contextvars.ContextVar[list[Rows] | None] = contextvars.ContextVar("deepc_rows", default=None)
 
 
@@ -41,6 +42,16 @@ def measured() -> Iterator[None]:
         _told.reset(token)
 
 
+@contextmanager
+def seen() -> Iterator[set[Rows]]:
+    """Inside, what calls of `of` say comes into the set."""
+    token = _seen.set(found := set())
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
+
+
 def at_most(nbytes: int, x: torch.Tensor) -> int:
     """Bytes of a storage that is saved now, of which `x` is a view, in a forward with as many rows as there may be."""
     told = _told.get()
@@ -51,6 +62,8 @@ def at_most(nbytes: int, x: torch.Tensor) -> int:
 def of(rows: Rows, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), which computes on so many rows."""
     told = _told.get()
+    if (found := _seen.get()) is not None:
+        found.add(rows)
     if told is None:
         return function(*args)
     told.append(rows)

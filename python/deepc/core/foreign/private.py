@@ -231,7 +231,7 @@ NAMES = (
 )
 
 ATTRIBUTES = {
-    "torch.Tensor": ("_version",),
+    "torch.Tensor": ("_backward_hooks", "_version"),
     "torch.UntypedStorage": ("_cdata",),
     "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
 }

@@ -3,6 +3,7 @@ places that an expert has, and who is left out. Routes are lists of indices: no 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import ArgumentError, MisuseError
+from ..axes import without_values
 
 NOISE = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2  # Switch, table 11
@@ -31,10 +33,19 @@ class Routes(NamedTuple):
     balance: torch.Tensor
     """Scalar fp32, differentiable: the load-balance loss, 1 for even loads."""
 
+    def of_each(self) -> list[int]:
+        """`rows` as numbers. Those of tensors without values (a dry run) are evenly many."""
+        if without_values(self.rows):
+            each, rest = divmod(len(self.tokens), len(self.rows))
+            return [each + (e < rest) for e in range(len(self.rows))]
+        found: list[int] = self.rows.tolist()
+        return found
+
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int) -> int:
     """Places of an expert: tokens / experts x factor, rounded up, at least `least`. In fp32, as DeepSpeed counts."""
-    return max(math.ceil(float(torch.tensor(factor, dtype=torch.float32) * (tokens / experts))), least)
+    single = ctypes.c_float
+    return max(math.ceil(single(single(factor).value * single(tokens / experts).value).value), least)
 
 
 def route(
@@ -70,7 +81,7 @@ def route(
         slots[order] = torch.arange(n, device=order.device)
         slots = slots.view(k, tokens) if first else slots.view(tokens, k).t().contiguous()
         picked = choices if k > 2 else choices[:1]  # the loss of top-2 looks at first choices (GShard, section 2.2)
-        share = torch.bincount(picked.reshape(-1), minlength=experts + 1)[:experts].to(gates.dtype) / max(tokens, 1)
+        share = _counts(picked.reshape(-1), experts)[:experts].to(gates.dtype) / max(tokens, 1)
     balance = (gates.mean(0) * share).sum() * (experts / len(picked))
     weights = gates.gather(1, choices.t().clamp(max=experts - 1)).t() * (slots < n)
     if k > 1:
@@ -102,7 +113,7 @@ def _placed(
         return (t if by_choice else t.t()).reshape(-1)
 
     ids = flat(choices)
-    counts = torch.bincount(ids, minlength=experts + 1)
+    counts = _counts(ids, experts)
     chosen = counts[:experts]
     if priority is None:
         order = ids.argsort(stable=True)
@@ -111,13 +122,25 @@ def _placed(
         order = order[ids[order].argsort(stable=True)]
     expert = ids[order]
     if capacity is None:
-        return order[expert < experts], chosen, chosen
+        return _those(order, expert < experts, order.numel()), chosen, chosen
     position = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[expert]
-    order = order[(position < capacity) & (expert < experts)]
+    order = _those(order, (position < capacity) & (expert < experts), experts * capacity)
     if priority is not None:  # by token again
         order = order.sort().values
         order = order[ids[order].argsort(stable=True)]
     return order, chosen.clamp(max=capacity), chosen
+
+
+def _counts(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E + 1]: how often each is there."""
+    if without_values(ids):
+        return ids.new_empty(experts + 1)
+    return torch.bincount(ids, minlength=experts + 1)
+
+
+def _those(order: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
+    """order[wanted]; of tensors without values (a dry run) as many as there may be."""
+    return order[:most].clone() if without_values(order) else order[wanted]
 
 
 class TopKGate(torch.nn.Module):

@@ -4,7 +4,7 @@ arXiv:2006.16668, section 3.2; DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...errors import ArgumentError
 from ...nn import rows as rows_of
 from ...nn.rows import Rows
 from ...plan.mesh import Mesh
-from ..axes import AxisGroup, axis_group
+from ..axes import AxisGroup, axis_group, without_values
 
 
 class ExpertGroup(AxisGroup):
@@ -23,51 +23,60 @@ class ExpertGroup(AxisGroup):
     def through(
         self,
         rows: torch.Tensor,
-        counts: torch.Tensor,
+        counts: Sequence[int],
         experts: Callable[[torch.Tensor, list[int]], list[torch.Tensor]],
         most: int,
     ) -> torch.Tensor:
-        """rows [n, M] by expert, counts [E] of each (int64, on the CPU) -> their experts' outputs [n, M], in the order
-        of rows; differentiable: an expert's gradients are those of all ranks' tokens, added up. most: rows that may
-        come to this rank. Collective."""
-        wanted = counts.view(self.size, -1)
-        asked = torch.empty_like(wanted)  # [source, expert of this rank]
-        device = rows.device
-        here = asked.to(device)
-        dist.all_to_all_single(here, wanted.to(device), group=self.process_group)
-        asked.copy_(here)
-        given, got = wanted.sum(1).tolist(), asked.sum(1).tolist()
-        arrived = _Exchange.apply(rows, given, got, self.process_group)  # type: ignore[no-untyped-call]
-        of_expert = torch.arange(asked.shape[1]).repeat(self.size).repeat_interleave(asked.view(-1))
-        order = of_expert.argsort(stable=True).to(device)
+        """rows [n, M] by expert, counts [E] of each -> their experts' outputs [n, M], in the order of rows;
+        differentiable: an expert's gradients are those of all ranks' tokens, added up. most: rows that may come to this
+        rank. Collective."""
+        each = len(counts) // self.size
+        wanted = [list(counts[r * each : (r + 1) * each]) for r in range(self.size)]
+        asked = self.asked(wanted, rows)
+        given, got = [sum(w) for w in wanted], [sum(a) for a in asked]
+        arrived = _Exchange.apply(rows, given, got, self)  # type: ignore[no-untyped-call]
+        of_expert = torch.arange(each).repeat(self.size)
+        of_expert = of_expert.repeat_interleave(torch.tensor(asked).view(-1), output_size=sum(got))
+        order = of_expert.argsort(stable=True).to(rows.device)
         back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=device)
+        back[order] = torch.arange(len(order), device=rows.device)
 
         def computed() -> torch.Tensor:
-            return torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
+            mine = [sum(of_one) for of_one in zip(*asked)]
+            return torch.cat(experts(arrived.index_select(0, order), mine)).index_select(0, back)
 
         out = rows_of.of(Rows(len(order), most, len(order)), computed)
-        return _Exchange.apply(out, got, given, self.process_group)  # type: ignore[no-any-return,no-untyped-call]
+        return _Exchange.apply(out, got, given, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def asked(self, wanted: list[list[int]], rows: torch.Tensor) -> list[list[int]]:
+        """wanted[r]: rows for each expert of rank r -> what each rank has for this one's. Of `rows` without values (a
+        dry run) all ranks have as many. Collective."""
+        if without_values(rows):
+            return [wanted[self.rank]] * self.size
+        there = torch.tensor(wanted).to(rows.device)
+        here = torch.empty_like(there)
+        dist.all_to_all_single(here, there, group=self.process_group)
+        found: list[list[int]] = here.tolist()
+        return found
+
+    def exchanged(self, rows: torch.Tensor, given: list[int], got: list[int]) -> torch.Tensor:
+        """given[r] rows one after the other go to rank r, got[r] come from it. Collective."""
+        out, rows = rows.new_empty(sum(got), rows.shape[1]), rows.contiguous()
+        if not without_values(rows):
+            dist.all_to_all_single(out, rows, got, given, group=self.process_group)
+        return out
 
 
 class _Exchange(torch.autograd.Function):
-    """given[r] rows one after the other go to rank r, got[r] come from it."""
-
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, given: list[int], got: list[int], group: Any) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, given: list[int], got: list[int], group: ExpertGroup) -> torch.Tensor:
         ctx.given, ctx.got, ctx.group = given, got, group
-        return _exchanged(rows, given, got, group)
+        return group.exchanged(rows, given, got)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchanged(gradient, ctx.got, ctx.given, ctx.group), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, given: list[int], got: list[int], group: Any) -> torch.Tensor:
-    out = rows.new_empty(sum(got), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), got, given, group=group)
-    return out
+        return ctx.group.exchanged(gradient, ctx.got, ctx.given), None, None, None
 
 
 def mesh_with_experts(mesh: Mesh, size: int) -> Mesh:

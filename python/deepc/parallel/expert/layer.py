@@ -98,10 +98,10 @@ class MOELayer(torch.nn.Module):
     def _through_experts(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         rows = dispatch(x, routes)
         if self.group is None:
-            outputs = self.experts(rows, routes.rows.tolist())
+            outputs = self.experts(rows, routes.of_each())
         else:
             most = self.gate.most_rows(len(x), self.experts.num_local_experts, self.group.size)
-            outputs = [self.group.through(rows, routes.rows.cpu(), self.experts, most)]
+            outputs = [self.group.through(rows, routes.of_each(), self.experts, most)]
         rows = torch.cat([*outputs, outputs[0].new_zeros(1, x.shape[1])])
         return combine(rows, routes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from ...plan.mesh import Mesh
 from ...zero.parameters.gathered import is_zero_param
 from .group import ExpertGroup, expert_group, mesh_with_experts
 from .layer import MoE
+
+if TYPE_CHECKING:
+    from ...config.tree import Config
 
 
 def ranks_of_experts(model: torch.nn.Module) -> int:
@@ -127,21 +130,34 @@ def own_experts(state_dict: dict[str, Any], model: torch.nn.Module) -> dict[str,
     return mine
 
 
+def group_of_experts(model: torch.nn.Module) -> ExpertGroup | None:
+    """That of the model's layers with spread experts, which are connected; None: it has no such."""
+    groups = (m.deepspeed_moe.group for m in model.modules() if isinstance(m, MoE))
+    return next((g for g in groups if g is not None), None)
+
+
+def shared_gradients(model: torch.nn.Module, config: Config) -> SharedGradients | None:
+    """Of a model whose experts are spread and connected; None of others."""
+    if (group := group_of_experts(model)) is None:
+        return None
+    return SharedGradients(spread_parameters(model), group, config.gradient_allreduce_op != "sum")
+
+
 class SharedGradients:
     """Gradients over the ranks that share a model's experts: an expert's has all their tokens, the others' are added up
     over them; where gradients are averaged (means) both are divided by their number. Then the mean (or sum) over ranks
     with the same experts is that over all."""
 
     def __init__(self, spread: frozenset[int], group: ExpertGroup, means: bool = True) -> None:
-        self._spread, self._group, self._means = spread, group, means
+        self._spread, self.group, self._means = spread, group, means
 
     def of(self, gradient: torch.Tensor, p: int) -> torch.Tensor:
         """Of the parameter with id `p`, in new memory, or `gradient` itself. Collective: all ranks of the group come
         with the same parameters in the same order."""
         if p in self._spread:
-            return gradient / self._group.size if self._means else gradient
-        total = self._group.sum_of(gradient)
-        return total.div_(self._group.size) if self._means else total
+            return gradient / self.group.size if self._means else gradient
+        total = self.group.sum_of(gradient)
+        return total.div_(self.group.size) if self._means else total
 
     def hook(self, parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
         """Every gradient that reaches one of them goes through `of`. Handles whose remove() ends it. Backwards of the

@@ -193,8 +193,11 @@ class PipelineModule(torch.nn.Module):
             self._running = self.stages
 
     @contextlib.contextmanager
-    def all_layers(self, dtype: torch.dtype) -> Iterator[None]:
+    def all_layers(
+        self, dtype: torch.dtype, connect: Callable[[torch.nn.Module], None] = lambda made: None
+    ) -> Iterator[None]:
         """Inside, the layers of other ranks are here too, in `dtype`: for a dry run, in which tensors have no memory.
+        connect: what spread experts of such a layer want.
         UnsupportedError where one of them was given as a module, which only its rank has."""
         mine, tied = dict(self._calls), {key: self.tied_modules[key] for key in self.tied_modules}
         try:
@@ -206,20 +209,27 @@ class PipelineModule(torch.nn.Module):
                         f"layer {i} of this PipelineModule is another rank's, and was given as a module: a dry run"
                         " can't make it; give it as a LayerSpec"
                     )
-                self._calls[i] = self._elsewhere(i, spec, dtype, tied)
+                self._calls[i] = self._elsewhere(i, spec, dtype, tied, connect)
             yield
         finally:
             self._calls = mine
 
     def _elsewhere(
-        self, index: int, layer: Layer, dtype: torch.dtype, tied: dict[str, torch.nn.Module]
+        self,
+        index: int,
+        layer: Layer,
+        dtype: torch.dtype,
+        tied: dict[str, torch.nn.Module],
+        connect: Callable[[torch.nn.Module], None],
     ) -> Callable[[Any], Any]:
         if not isinstance(layer, LayerSpec):
             return layer  # type: ignore[no-any-return]  # a function
         if not isinstance(layer, TiedLayerSpec):
-            return _cast(self._built(index, layer), dtype)
+            connect(made := _cast(self._built(index, layer), dtype))
+            return made
         if layer.key not in tied:
-            tied[layer.key] = _cast(self._built(index, layer), dtype)
+            connect(made := _cast(self._built(index, layer), dtype))
+            tied[layer.key] = made
         module, forward = tied[layer.key], layer.forward_fn
         return module if forward is None else lambda x: forward(module, x)
 

@@ -13,9 +13,13 @@ import torch
 
 from ...config.tree import Config
 from ...errors import UnsupportedError
+from ...plan.mesh import Mesh
 from ...plan.predict.estimate import ask, command
+from ...plan.predict.estimate.case import Divided, numel_trained
 from ...plan.predict.estimate.figures import MemoryEstimate
 from ..axes import without_values
+from ..expert.group import ExpertGroup, mesh_with_experts
+from ..expert.spread import connect, ranks_of_experts, refuse_experts, shared_gradients, spread_parameters
 from ..pipeline.layers import PipelineModule
 from ..tensor.cut import cuts_of
 from ..tensor.group import TensorGroup
@@ -46,13 +50,42 @@ class OnPaper(TensorGroup):
         return super().scatter_sum(t, dim) if without_values(t) else t.chunk(self.size, dim)[self.rank].contiguous()
 
 
-def divide(model: torch.nn.Module, config: Config) -> None:
-    """The first rank's shard, as deepc.initialize cuts the model; what is cut already stays."""
+class ExpertsOnPaper(ExpertGroup):
+    """The first of the ranks that share experts, without the others: each sends as many tokens as this one. Where they
+    have values, those of others are zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None, 0, size)
+
+    def asked(self, wanted: list[list[int]], rows: torch.Tensor) -> list[list[int]]:
+        return [wanted[self.rank]] * self.size
+
+    def exchanged(self, rows: torch.Tensor, given: list[int], got: list[int]) -> torch.Tensor:
+        if without_values(rows):
+            return super().exchanged(rows, given, got)
+        out = rows.new_zeros(sum(got), rows.shape[1])
+        out[: got[0]] = rows[: given[0]]  # they are this rank's
+        return out
+
+
+def divide(model: torch.nn.Module, config: Config, replicas: int) -> Divided:
+    """The first rank's shard, as deepc.initialize cuts the model; what is cut already stays. Its experts are connected
+    with those of the other ranks that share them, which are not there."""
     from ..tensor.model import cut_model
 
-    ranks = config.tensor_parallel.autotp_size or 1
+    parameters, ranks = numel_trained(model), config.tensor_parallel.autotp_size or 1
+    experts = ranks_of_experts(model)
+    refuse_experts(model, experts, torch.device(config.device_type))
     if ranks > 1 and not cuts_of(model):
         cut_model(model, OnPaper(0, ranks), dataclasses.asdict(config.tensor_parallel))
+    if experts > 1:
+        mesh_with_experts(Mesh(dp=replicas), experts)
+        spread = spread_parameters(model)
+        parameters += (experts - 1) * sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) in spread)
+        connect(model, ExpertsOnPaper(experts))
+        if (config.pipeline.stages or 1) == 1 and (shared := shared_gradients(model, config)) is not None:
+            shared.hook(model.parameters())
+    return Divided(experts, parameters)
 
 
 def cut(

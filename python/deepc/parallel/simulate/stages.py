@@ -18,6 +18,7 @@ from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
 from ...plan.predict.shapes import WithoutValues, Work
 from ...plan.schedule import Order
+from ..expert.spread import SharedGradients, connect, shared_gradients
 from ..pipeline.cutting import chain
 from ..pipeline.cutting.calls import every_tensor, mapped
 from ..pipeline.cutting.inside import Point
@@ -63,14 +64,24 @@ class StageOnPaper:
     """What the engine (engine/pipelined.py) does with a rank's stages, for plan/predict/dryrun.
 
     part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks. micro_batches: of the
-    engine's batch; self.micro_batches: those that are run."""
+    engine's batch; self.micro_batches: those that are run. shared: of ranks that share experts."""
 
-    def __init__(self, part: Part, rank: int, micro_batches: int, world: int, boundaries: Sequence[Boundary]) -> None:
+    def __init__(
+        self,
+        part: Part,
+        rank: int,
+        micro_batches: int,
+        world: int,
+        boundaries: Sequence[Boundary],
+        shared: SharedGradients | None = None,
+    ) -> None:
         count = part.order.stages
         hops = HopsOnPaper(boundaries, lambda tag: tag // Stages.KINDS % count)
         self._part, self._stages = part, Stages(part, range(part.mesh.pp), rank, hops)
         self.away = part.elsewhere
-        self.sums = world > 1 or part.order.chunks > 1 or self._stages.splits(micro_batches)
+        self._shared = shared
+        shares = world > 1 or shared is not None
+        self.sums = shares or part.order.chunks > 1 or self._stages.splits(micro_batches)
         self.micro_batches = self._that_matter(micro_batches)
         ties = [(t, t.parameter) for t in part.ties if t.parameter is not None]
         self.copies = [p for t, p in ties if rank in t.holders]
@@ -101,6 +112,7 @@ class StageOnPaper:
         and for `copies` now. sums: what gradients are added up in. again: which blocks are recomputed."""
         self._sums_in, self._copies, self._again = sums, copies, again
         self._indices = {id(p): i for i, p in enumerate(trained)}
+        self._ids = {i: of for of, i in indices.items()}
         self._lent_here = [(trained[indices[id(p)]], holders) for p, holders in self._lent]
         for i, p in enumerate(copies):
             p.register_post_accumulate_grad_hook(functools.partial(self._add_copied, i))
@@ -118,6 +130,8 @@ class StageOnPaper:
         if self.sums:
             self._take_copied()
         self._stages.hops.finish()
+        if (shared := self._shared) is not None:
+            gradients.change_left(lambda i, g: shared.of(g, self._ids[i]), self._sums_in)
         if self.sums:
             gradients.flush()
         self._spread_ties()
@@ -205,13 +219,14 @@ class CutOnPaper(CutModel):
         self._boundaries: list[Boundary] = []
         if batch is not None:
             self._boundaries = _boundaries(self, model, config, batch, dtype)
+        self._shared = shared_gradients(model, config)
         memory.trim_heap()  # what is freed from here on is the model's
 
     def stage(self, rank: int) -> StageOnPaper:
         """That of a rank of the pipeline. The model is spoilt: what is another's is on the meta device."""
         self._here = rank
         self.ties, self.elsewhere = self._share_out()
-        return StageOnPaper(self, rank, self._micro_batches, self._world, self._boundaries)
+        return StageOnPaper(self, rank, self._micro_batches, self._world, self._boundaries, self._shared)
 
     def _now_s(self) -> float:
         return self._work.seconds
@@ -269,12 +284,20 @@ def _with_values(t: torch.Tensor) -> torch.Tensor:
 
 
 def on_paper(
-    part: Part, model: torch.nn.Module, rank: int, config: Config, world: int, dtype: torch.dtype, batch: Any
+    part: Part,
+    model: torch.nn.Module,
+    rank: int,
+    config: Config,
+    world: int,
+    dtype: torch.dtype,
+    batch: Any,
+    shared: SharedGradients | None = None,
 ) -> StageOnPaper:
     """For deepc.initialize: the stages of rank `rank` of a pipeline, of a model that is cut already. world: of its
-    data-parallel ranks. dtype: what the model is trained in. batch: a micro-batch."""
-    boundaries = _boundaries(part, model, config, batch, dtype)
-    return StageOnPaper(part, rank, config.gradient_accumulation_steps or 1, world, boundaries)
+    data-parallel ranks. dtype: what the model is trained in. batch: a micro-batch. shared: of ranks that share
+    experts."""
+    boundaries = _boundaries(part, model, config, batch, dtype, shared)
+    return StageOnPaper(part, rank, config.gradient_accumulation_steps or 1, world, boundaries, shared)
 
 
 @contextlib.contextmanager
@@ -294,11 +317,18 @@ def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterat
         gc.collect()
 
 
-def _boundaries(part: Part, model: torch.nn.Module, config: Config, batch: Any, dtype: torch.dtype) -> list[Boundary]:
+def _boundaries(
+    part: Part,
+    model: torch.nn.Module,
+    config: Config,
+    batch: Any,
+    dtype: torch.dtype,
+    shared: SharedGradients | None = None,
+) -> list[Boundary]:
     """What goes from each stage but the last to the next."""
     found: list[Boundary] = []
     received: Any = None
-    with _without_values(model, dtype), _all_layers(model, dtype):
+    with _without_values(model, dtype), _all_layers(model, dtype, shared):
         casts = config.fp16.enabled and config.fp16.auto_cast
         batch = empty_like(batch, dtype if casts else None)
         for stage in range(part.order.stages - 1):
@@ -310,5 +340,11 @@ def _boundaries(part: Part, model: torch.nn.Module, config: Config, batch: Any, 
     return found
 
 
-def _all_layers(model: torch.nn.Module, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    return model.all_layers(dtype) if isinstance(model, PipelineModule) else contextlib.nullcontext()
+def _all_layers(
+    model: torch.nn.Module, dtype: torch.dtype, shared: SharedGradients | None
+) -> contextlib.AbstractContextManager[None]:
+    if not isinstance(model, PipelineModule):
+        return contextlib.nullcontext()
+    return model.all_layers(
+        dtype, (lambda made: None) if shared is None else (lambda made: connect(made, shared.group))
+    )

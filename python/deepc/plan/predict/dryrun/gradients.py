@@ -142,6 +142,12 @@ class Reducer:
         else:
             self.bring(index, a @ b)
 
+    def change_left(self, change: Callable[[int, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+        """As GradientHooks.change_left (zero/step/hooks.py), of what waits for the next pass."""
+        for i, p in enumerate(self._params):
+            waiting = self._waiting.get(i)
+            self._waiting[i] = change(i, torch.zeros(p.shape, dtype=dtype) if waiting is None else waiting)
+
     def flush(self) -> None:
         """A pass of what waits for one."""
         self.begin()

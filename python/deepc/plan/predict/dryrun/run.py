@@ -10,6 +10,7 @@ import torch
 
 from ....core import memory
 from ....errors import ArgumentError
+from ....nn import rows
 from ..shapes import WithoutValues, Work
 from .gradients import Accumulators, Reducer
 from .heap import ShadowHeap, anonymous_bytes
@@ -168,6 +169,8 @@ class FakeModel:
             )
             self._tracker.known(new) if counted else self._tracker.add(new)
             self._swapped[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
+            for hook in (value._backward_hooks or {}).values():  # a sum over ranks, which has memory
+                self._swapped[id(value)].register_hook(hook)
             self._originals.append(value)  # its id stays taken
         return self._swapped[id(value)]
 
@@ -209,7 +212,8 @@ def run(
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
-    forward, "largest_gradient"; and what of the forward is recomputed, in words.
+    forward, "largest_gradient"; what of the forward is "recomputed", in words; and of the
+    layer of experts that may get the most rows here: how many it got, and the most ("rows").
     """
     from ....core.foreign.private import FakeTensorMode
 
@@ -234,7 +238,7 @@ def run(
     work = Work()
     again = WithoutValues(model, budget, work, staged.blocks() if staged is not None and budget is not None else None)
     saved = 0
-    with mode, tracker, contextlib.nullcontext() if budget is None else work:
+    with mode, tracker, rows.seen() as of_experts, contextlib.nullcontext() if budget is None else work:
         batch = empty_like(batch, dtype if cast_inputs else None)
         if staged is not None:
             indices = {id(p): i for i, p in enumerate(trained)}
@@ -261,6 +265,7 @@ def run(
         "leased": sums is not None,
         "guesses": sorted(set(tracker.guesses)),
         "recomputed": again.in_words(),
+        "rows": list(max(of_experts, key=lambda r: r.most)[:2]) if of_experts else [],
     }
 
 

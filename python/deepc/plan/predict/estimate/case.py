@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Union
 
 from ....config.rules import default_optimizer
 from ....config.tree import Config
@@ -44,13 +44,22 @@ if TYPE_CHECKING:
 
 
 TENSOR_BYTES = 8 << 20  # shared memory of a tensor-parallel group's communicator (measured, 2 ranks)
+EXPERT_BYTES = 8 << 20  # the same of a group that shares experts
+
+
+class Divided(NamedTuple):
+    """experts: ranks that share a model's experts. parameters: trained ones of the whole model."""
+
+    experts: int
+    parameters: int
 
 
 class Divide(Protocol):
     """How a model is divided over ranks, without them (parallel/simulate/onpaper.py)."""
 
-    def __call__(self, model: torch.nn.Module, config: Config) -> None:
-        """Makes `model` what one rank of a tensor-parallel group holds of it, in place."""
+    def __call__(self, model: torch.nn.Module, config: Config, replicas: int) -> Divided:
+        """Makes `model` what one rank of those that share its tensors and experts holds of it, in place. replicas:
+        ranks with the same shards of tensors, over which experts may be spread."""
 
 
 class Cutting(Protocol):
@@ -99,6 +108,7 @@ class Case:
     recompute: bool = False
     divide: Divide | None = None
     cut: Cutter | None = None
+    experts: int = 1  # ranks that share them, once the model is made
 
     @property
     def stages(self) -> int:
@@ -112,8 +122,8 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Of ranks with the same shards, on a node."""
-        return min(self.tensor, self.ranks_per_node)
+        """Of ranks with the same shards and experts, on a node."""
+        return min(self.tensor * self.experts, self.ranks_per_node)
 
     def work(self) -> dict[str, Any]:
         from ....nn.fuse import fuse_as_asked
@@ -169,7 +179,8 @@ class Case:
         if self.stages > 1:
             model = self._make()[0]
             cut = self._cut(model)
-            shared = f", {self.tensor} ranks to each, the first of which is shown" if self.tensor > 1 else ""
+            share = self.tensor * self.experts
+            shared = f", {share} ranks to each, the first of which is shown" if share > 1 else ""
             texts = [f"Pipelines of {self.stages} ranks: {cut.describe()}{shared}"]
             for rank in range(self.stages):
 
@@ -183,6 +194,8 @@ class Case:
             text = (
                 f"The shard of the first of {self.tensor} tensor-parallel ranks, and its data-parallel ranks:\n{text}"
             )
+        if self.experts > 1:
+            text = f"Of the first of {self.experts} ranks that share experts, and those with the same ones:\n{text}"
         return {"text": text}
 
     # ---- pipelines ---------------------------------------------------------------------------------------------------
@@ -212,8 +225,13 @@ class Case:
         dtype = torch_dtype(dtype_named(self.config.dtype))
         return self.cut(model, self.config, self.batch, self.loss_fn, self._data_ranks(), dtype)
 
-    def _data_ranks(self) -> int:
+    def _replicas(self) -> int:
+        """Ranks with the same shards of a stage."""
         return self.ranks_per_node * self.nodes // (self.stages * self.tensor)
+
+    def _data_ranks(self) -> int:
+        """Those with the same experts too."""
+        return self._replicas() // self.experts
 
     def _work_of_stage(
         self, model: torch.nn.Module, cut: Cutting, rank: int, shapes: int, loaded: int, gone: int
@@ -230,16 +248,16 @@ class Case:
     def _make(self) -> tuple[torch.nn.Module, int, int]:
         """(what the first rank holds of the model, trained parameters of the whole, change of resident memory when the
         rest goes: negative)."""
-        model, gone = self._whole(), 0
-        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if self.tensor > 1:
-            if self.divide is None:
-                raise UnsupportedError(
-                    f"tensor_parallel.autotp_size = {self.tensor}: ask deepc.estimate, which can cut models"
-                )
-            divide = self.divide
-            gone = self._goes(model, lambda: divide(model, self.config))[1]
-        return model, numel, gone
+        model, divide = self._whole(), self.divide
+        if divide is None and self.tensor > 1:
+            raise UnsupportedError(
+                f"tensor_parallel.autotp_size = {self.tensor}: ask deepc.estimate, which can cut models"
+            )
+        if divide is None:
+            return model, numel_trained(model), 0
+        found, gone = self._goes(model, lambda: divide(model, self.config, self._replicas()))
+        self.experts = found.experts
+        return model, found.parameters, gone if self.tensor > 1 else 0
 
     def _whole(self) -> torch.nn.Module:
         import torch
@@ -279,7 +297,7 @@ class Case:
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
         if self.stages > 1:
-            world, here = self._data_ranks(), max(1, self.ranks_per_node // self.tensor)
+            world, here = self._data_ranks(), max(1, self.ranks_per_node // (self.tensor * self.experts))
             ranks, nodes = min(world, here), -(-world // here)
             if world % ranks or (here % ranks and nodes == 1) or self.ranks_per_node % self.groups:
                 raise UnsupportedError(
@@ -289,10 +307,11 @@ class Case:
             nodes = 1 if copies_per_node(base, self.config.zero.stage) else nodes
             mesh = Mesh(dp=ranks * nodes, ranks_per_node=ranks)
             return self._derived(base, named, group_of, mesh)
-        ranks = max(1, self.ranks_per_node // self.tensor)
+        share = self.tensor * self.experts
+        ranks = max(1, self.ranks_per_node // share)
         # what copies_per_node says every node has all of, cut over its ranks
         nodes = 1 if copies_per_node(base, self.config.zero.stage) else self.nodes
-        mesh = Mesh(dp=self.ranks_per_node * nodes // self.tensor, ranks_per_node=ranks)
+        mesh = Mesh(dp=self.ranks_per_node * nodes // share, ranks_per_node=ranks)
         return self._derived(base, named, group_of, mesh)
 
     def _derived(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int], mesh: Mesh) -> Plan:
@@ -307,6 +326,10 @@ class Case:
             on_disk=form_on_disk(base),
             whole_blocks=steps_whole_blocks(base),
         )
+
+
+def numel_trained(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def _bytes(model: torch.nn.Module) -> int:
@@ -359,18 +382,24 @@ def _ranks(stage: int, wide: int, node: int, ranks_per_node: int) -> int:
 def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
     """The estimate of a rank's shard as one of all ranks (of its stage, in a pipeline: over_stages knows how many those
     are). whole: trained parameters of the model."""
-    if case.tensor == 1:
+    if case.tensor * case.experts == 1:
         return e
-    groups = case.groups
-    sums = Row("sums over tensor-parallel ranks", shared=TENSOR_BYTES * e.ranks_per_node)
-    shared = e.shared * groups + sums.shared
+    groups, on_the_way = case.groups, []
+    if case.tensor > 1:
+        sums = TENSOR_BYTES * e.ranks_per_node * case.experts
+        on_the_way.append(Row("sums over tensor-parallel ranks", shared=sums))
+    if case.experts > 1:
+        tokens = EXPERT_BYTES * e.ranks_per_node * case.tensor
+        on_the_way.append(Row("tokens between ranks that share experts", shared=tokens))
+    shared = e.shared * groups + sum(r.shared for r in on_the_way)
     return changed(
         e,
         world=case.ranks_per_node * case.nodes,
         ranks_per_node=case.ranks_per_node,
         tensor=case.tensor,
+        experts=case.experts,
         parameters=whole,
-        rows=(*(replace(r, shared=r.shared * groups) for r in e.rows), sums),
+        rows=(*(replace(r, shared=r.shared * groups) for r in e.rows), *on_the_way),
         shared=shared,
         node_peak=e.rank_peak * case.ranks_per_node + shared,
         between_steps=e.between_steps * groups,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ....config.tree import Config
 from ....core import memory
 from ....errors import OutOfMemoryError, UnsupportedError
-from .case import Case, predict
+from .case import Case, Divided, numel_trained, predict
 from .figures import MIB, MemoryEstimate, Row, changed, from_dict
 from .options import by_nodes, options_by_counts, options_of, refusal
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...plan import Plan
     from .. import dryrun
-    from .case import Named
+    from .case import Divide, Named
 
 
 def refuse_if_too_big(plan: Plan, further: int = 0, groups: int = 1) -> None:
@@ -78,8 +78,13 @@ class Ranks(Protocol):
         """[ranks, n] of every rank's [n]. Collective."""
 
 
-def _is_divided(model: torch.nn.Module, config: Config) -> None:
-    """The engine has cut the model already."""
+def _divided(experts: int) -> Divide:
+    """The engine has divided the model already."""
+
+    def as_it_is(model: torch.nn.Module, config: Config, replicas: int) -> Divided:
+        return Divided(experts, numel_trained(model))
+
+    return as_it_is
 
 
 class _Told(NamedTuple):
@@ -122,11 +127,12 @@ def check_plan(
     counts_shared: bool,
     stage: int = 0,
     staged: Callable[[Any], dryrun.Staged] | None = None,
+    experts: int = 1,
 ) -> MemoryEstimate:
     """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of
     a node if it does not fit there. counts_shared: this rank is the first on its node of those that hold the same part
     of the model, and share memory. stage: of a pipeline, whose micro-batches go through this rank as staged(a batch)
-    says. Collective."""
+    says. experts: ranks that share them. Collective."""
     import torch
 
     from .. import dryrun
@@ -171,7 +177,7 @@ def check_plan(
     if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):
         return e
     if sample_batch is not None and not failure and staged is None:
-        ranks = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1)
-        case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=_is_divided)
+        ranks, divide = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1) * experts, _divided(experts)
+        case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=divide)
         e = changed(e, options=tuple(options_of(case, e.available or 0)))
     raise OutOfMemoryError(refusal(e))

@@ -38,9 +38,9 @@ class MemoryEstimate:
     initialize moves the model. activations: held for backward after the forward; live_peak: most that tensors of a
     micro-step hold at once; heap_peak: most that the C library's heap keeps resident for them. between_steps: model
     states of a node. backward_bound: the most that a node holds of model states and gradients during backward. tensor:
-    ranks that share a model's tensors (figures are the first one's). stages: peaks of the ranks of each stage of a
-    pipeline (the other figures are the dearest one's, and the node's). available: what the node has left, None if not
-    asked. known: False without a sample batch (activations are not included then).
+    ranks that share a model's tensors (figures are the first one's). experts: ranks that share its experts. stages:
+    peaks of the ranks of each stage of a pipeline (the other figures are the dearest one's, and the node's). available:
+    what the node has left, None if not asked. known: False without a sample batch (activations are not included then).
     """
 
     stage: int
@@ -64,6 +64,7 @@ class MemoryEstimate:
     backward_bound: int
     known: bool
     tensor: int = 1
+    experts: int = 1
     stages: tuple[int, ...] = ()
     steps: int = 3
     available: int | None = None
@@ -88,6 +89,7 @@ class MemoryEstimate:
             stage = self.stages.index(self.rank_peak) if self.rank_peak in self.stages else 0
             ranks += f" in pipelines of {len(self.stages)}, stage {stage} of which is shown"
         ranks += f", {self.tensor} of them share a model's tensors" if self.tensor > 1 else ""
+        ranks += f", {self.experts} of them share a model's experts" if self.experts > 1 else ""
         out = [
             f"memory: ZeRO stage {self.stage}, {ranks}, {self.parameters:,} parameters trained in {self.dtype}, on"
             f" {self.device}; peak above the process before initialize"

@@ -156,6 +156,13 @@ def assembled(
         notes.append(f"the peak of live tensors is in {run['at']}")
         if run["recomputed"]:
             notes.append(f"recomputed, by arithmetic in the place of times: {run['recomputed']}")
+        if run["rows"]:
+            now, most = run["rows"]
+            bound = f"; uneven gates may send up to {most}" if most > now else ", and no more than that can be"
+            notes.append(
+                f"mixtures of experts: gates are taken to choose evenly and to fill the places that there are,"
+                f" {now} rows for a layer's experts on this rank{bound}"
+            )
         if not run["malloc"]:
             notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
         if run["guesses"]:

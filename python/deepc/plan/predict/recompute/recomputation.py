@@ -199,8 +199,8 @@ class Recomputation:
         disk = f", {told['on_disk']} on disk" if told["on_disk"] else ""
         together = f", {self._in_flight} micro-batches at a time" if self._in_flight > 1 else ""
         return (
-            f"{told['recomputed']} of {told['calls']} calls of blocks{disk}, {told['peak_bytes'] / 2**20:.1f} MiB held of"
-            f" a budget of {(self.budget or 0) / 2**20:.1f} ({told['whole_bytes'] / 2**20:.1f} without){together}"
+            f"{told['recomputed']} of {told['calls']} calls of blocks{disk}, {told['peak_bytes'] / 2**20:.1f} MiB held"
+            f" of a budget of {(self.budget or 0) / 2**20:.1f} ({told['whole_bytes'] / 2**20:.1f} without){together}"
         )
 
     def stats(self) -> dict[str, float]:
