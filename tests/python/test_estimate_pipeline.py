@@ -3,6 +3,7 @@ not there. Peaks against what the kernel measures are in test_estimate.py."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import memory_runs
 import pytest
 import torch
 import torch.nn.functional as F
+from deepc.config.tree import Config
 from deepc.errors import UnsupportedError
 from deepc.parallel.simulate import onpaper
 from deepc.parallel.simulate.stages import StageOnPaper
@@ -97,6 +99,17 @@ def test_tensor_parallel_ranks_share_a_stage() -> None:
     over_nodes = estimate(pipeline(tensor_parallel=TENSORS), ranks=2, nodes=2)  # a stage on each
     assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared
     assert over_nodes.shared == sums // 2
+
+
+def test_a_block_that_is_cut_can_be_copied() -> None:
+    """As the estimate does to see where it can be cut inside."""
+    model = make_model(**SHAPE)
+    onpaper.divide(model, Config.load(pipeline(tensor_parallel=TENSORS), world_size=4), 1)
+    x = torch.randn(2, 8, SHAPE["width"])
+    block, copied = model.blocks[0], copy.deepcopy(model.blocks[0])
+    assert copied.up.weight.shape == (2 * SHAPE["width"], SHAPE["width"])
+    assert copied.up.region is copied.down.region is not block.up.region
+    assert torch.equal(copied(x), block(x))
 
 
 def note_of(told, *words: str) -> str:
