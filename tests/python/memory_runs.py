@@ -81,6 +81,7 @@ CASES: dict[str, dict] = {
     "M stage 0, 1 rank, fp32, experts": dict(M, stage=0, micro=8),
     "M stage 2, 2 ranks, bf16, experts, top-2": dict(M, stage=2, world=2, bf16=True, k=2),
     "M stage 3, 2 ranks, fp32, experts, none dropped": dict(M, stage=3, world=2, k=2, keeps=True),
+    "M stage 2, 2 ranks, fp32, experts, top-2": dict(M, stage=2, world=2, k=2),
     "M stage 1, 2 ranks, fp32, experts over 2": dict(M, stage=1, world=2, ep=2, micro=8),
     "M stage 2, 4 ranks, bf16, experts over 2, top-2": dict(M, stage=2, world=4, ep=2, bf16=True, k=2),
     "M stage 0, 2 stages x 2 ranks, 1f1b, fp32, experts over 2": dict(
@@ -265,7 +266,7 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
             del loss
             engine.step()
     out["after"], out["before"], out["plan"] = resident(), before, dict(engine.plan.bytes)
-    if case.get("stages"):  # all ranks are here: parts of what they share count once
+    if case.get("stages") or case.get("ep"):  # all ranks are here: parts of what they share count once
         dist.barrier()
         out["part_of_shared"] = part_of_shared()
         dist.barrier()
@@ -279,7 +280,7 @@ def run(case: dict) -> dict:
 
     world = case.get("world", 1)
     ranks = run_ranks(rank, world, args=(case,), executes=True, limit_s=600)
-    if case.get("stages"):  # ranks of different stages share different memory
+    if case.get("stages") or case.get("ep"):  # ranks with different stages or experts share different memory
         shared = sum(r["part_of_shared"] for r in ranks)
     else:
         shared = max(r["after"]["RssShmem"] - r["before"]["RssShmem"] for r in ranks)

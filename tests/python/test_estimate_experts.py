@@ -77,9 +77,11 @@ def test_a_layer_keeps_without_values_what_it_keeps_with_full_places(k: int, cap
     layer = layer_of(k, capacity, ep)
     real = saved_bytes(layer, x)
     assert layer.deepspeed_moe.exp_counts.min() >= capacity_of(512, 4, capacity * k, 4)
-    with FakeTensorMode() as mode:
-        without = layer_of(k, capacity, ep)
-        assert saved_bytes(without, mode.from_tensor(x)) == real
+    with FakeTensorMode():
+        for module in layer.modules():
+            there = {n: p for n, p in module._parameters.items() if p is not None}
+            module._parameters.update({n: nn.Parameter(torch.empty(p.shape)) for n, p in there.items()})
+        assert saved_bytes(layer, torch.empty(512, 16, requires_grad=True)) == real
 
 
 # ---- deepc.estimate --------------------------------------------------------------------------------------------------
@@ -102,14 +104,17 @@ def test_experts_over_ranks() -> None:
     assert (spread.world, spread.experts, spread.parameters) == (2, 2, whole.parameters)
     assert "2 of them share a model's experts" in str(spread)
     assert spread.node_peak == 2 * spread.rank_peak + spread.shared
-    # an expert's states are on one rank in both; those of all else on both ranks where these share experts
-    assert whole.between_steps < spread.between_steps < 1.5 * whole.between_steps
+    experts = CASE["layers"] * CASE["experts"] * (2 * 4 * 64 * 64 + 5 * 64)
+    # 4 bytes of a parameter on both ranks and 12 of its states on one; where ranks share experts all of an expert are
+    # on one, and all of the rest on both
+    assert whole.between_steps == pytest.approx(20 * whole.parameters, rel=0.02)
+    assert spread.between_steps == pytest.approx(16 * (2 * whole.parameters - experts), rel=0.02)
     assert f" {TOKENS} rows " in note_of(spread) and "no more than that" in note_of(spread)
     more = note_of(estimate(2, ep=2, capacity=1.25))
     assert f" {TOKENS} rows " in more and more.endswith(f"may send up to {TOKENS * 5 // 4}")
     four = estimate(4, stage=2, ep=2)
-    assert four.between_steps < 1.05 * spread.between_steps
-    assert four.shared >= 2 * spread.shared  # two groups that share experts
+    assert four.between_steps == pytest.approx(20 * (2 * whole.parameters - experts), rel=0.02)
+    assert four.shared >= 2 * spread.shared > 0  # two groups that share experts
     with pytest.raises(UnsupportedError, match="ep_size = 2 does not divide the 3 rank"):
         estimate(3, ep=2)
 
@@ -128,7 +133,7 @@ def test_what_hooks_make_of_gradients_has_memory() -> None:
     plain = deepc.estimate(model, {"train_micro_batch_size_per_gpu": 4}, (torch.ones(4, 8),), lambda out, _: out.sum())
     model.weight.register_hook(lambda g: torch.empty(16 << 20)[:64].view(8, 8))
     hooked = deepc.estimate(model, {"train_micro_batch_size_per_gpu": 4}, (torch.ones(4, 8),), lambda out, _: out.sum())
-    assert hooked.live_peak - plain.live_peak >= 64 << 20
+    assert hooked.live_peak - plain.live_peak >= 63 << 20
 
 
 # ---- deepc.initialize ------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_tensor_parallel_ranks_share_a_stage() -> None:
     assert cut.node_peak == 2 * sum(cut.stages) + cut.shared
     doubled = estimate(pipeline(2, tensor_parallel=TENSORS), ranks=8)
     assert {r.name: r.shared for r in doubled.rows}["sums over tensor-parallel ranks"] == 2 * sums
-    assert doubled.between_steps < 1.1 * cut.between_steps
+    assert doubled.between_steps < 1.4 * cut.between_steps  # twice the parameters, once the states
     over_nodes = estimate(pipeline(tensor_parallel=TENSORS), ranks=2, nodes=2)  # a stage on each
     assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared
     assert over_nodes.shared == sums // 2

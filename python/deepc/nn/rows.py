@@ -28,7 +28,15 @@ class Rows(NamedTuple):
         return max(nbytes, -(-nbytes * self.most // self.now))
 
 
-_seen: contextvars.ContextVar[set[Rows] | None] = contextvars.ContextVar("deepc_rows_seen", default=None)
+class Seen:
+    """What calls of `of` said; parts: calls of `of_part` that run now."""
+
+    def __init__(self) -> None:
+        self.rows: set[Rows] = set()
+        self.parts = 0
+
+
+_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("deepc_rows_seen", default=None)
 _told: contextvars.ContextVar[list[Rows] | None] = contextvars.ContextVar("deepc_rows", default=None)
 
 
@@ -43,9 +51,10 @@ def measured() -> Iterator[None]:
 
 
 @contextmanager
-def seen() -> Iterator[set[Rows]]:
-    """Inside, what calls of `of` say comes into the set."""
-    token = _seen.set(found := set())
+def seen() -> Iterator[Seen]:
+    """Inside, calls of `of` and of_part are seen."""
+    found = Seen()
+    token = _seen.set(found)
     try:
         yield found
     finally:
@@ -63,7 +72,7 @@ def of(rows: Rows, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), which computes on so many rows."""
     told = _told.get()
     if (found := _seen.get()) is not None:
-        found.add(rows)
+        found.rows.add(rows)
     if told is None:
         return function(*args)
     told.append(rows)
@@ -76,5 +85,11 @@ def of(rows: Rows, function: Callable[..., Any], *args: Any) -> Any:
 @private.uncompiled_itself
 def of_part(part: int, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), which computes on so many of the rows told around."""
-    told = _told.get()
-    return of(told[-1]._replace(part=part), function, *args) if told else function(*args)
+    told, found = _told.get(), _seen.get()
+    if found is not None:
+        found.parts += 1
+    try:
+        return of(told[-1]._replace(part=part), function, *args) if told else function(*args)
+    finally:
+        if found is not None:
+            found.parts -= 1

@@ -11,7 +11,7 @@ from ...core.foreign.private import TorchDispatchMode
 from .recompute.recomputation import Recomputation
 
 _FLOPS, _BYTES = 1e11, 1e10  # of a second: only what blocks take beside each other counts
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
 class WithoutValues(Recomputation):
@@ -52,7 +52,7 @@ class Work(TorchDispatchMode):
         numel = sum(t.numel() for t in whole)
         name = func.overloadpacket.__name__
         self.seconds += sum(t.numel() * t.element_size() for t in whole) / _BYTES
-        if name in _PRODUCTS and len(given) > 1:
+        if name in PRODUCTS and len(given) > 1:
             self.seconds += 2 * numel * given[-1].shape[-2] / _FLOPS
         elif "convolution" in name and len(given) > 1:
             self.seconds += 2 * numel * math.prod(given[1].shape[1:]) / _FLOPS

@@ -213,7 +213,8 @@ def run(
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
     forward, "largest_gradient"; what of the forward is "recomputed", in words; and of the
-    layer of experts that may get the most rows here: how many it got, and the most ("rows").
+    layer of experts that may get the most rows here: how many it got, and the most ("rows"), and how
+    many "products" of matrices experts made in all forwards.
     """
     from ....core.foreign.private import FakeTensorMode
 
@@ -238,7 +239,7 @@ def run(
     work = Work()
     again = WithoutValues(model, budget, work, staged.blocks() if staged is not None and budget is not None else None)
     saved = 0
-    with mode, tracker, rows.seen() as of_experts, contextlib.nullcontext() if budget is None else work:
+    with mode, tracker, rows.seen() as tracker.of_experts, contextlib.nullcontext() if budget is None else work:
         batch = empty_like(batch, dtype if cast_inputs else None)
         if staged is not None:
             indices = {id(p): i for i, p in enumerate(trained)}
@@ -265,7 +266,8 @@ def run(
         "leased": sums is not None,
         "guesses": sorted(set(tracker.guesses)),
         "recomputed": again.in_words(),
-        "rows": list(max(of_experts, key=lambda r: r.most)[:2]) if of_experts else [],
+        "rows": list(max(tracker.of_experts.rows, key=lambda r: r.most, default=())[:2]),
+        "products": tracker.products,
     }
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from ....core.foreign.private import graph_task_id
 from ....errors import UnsupportedError
+from ....nn.rows import Seen
+from ..shapes import PRODUCTS
 from .heap import ShadowHeap
 
 
@@ -30,6 +33,8 @@ def make_tracker() -> type[Any]:
             super().__init__()  # type: ignore[no-untyped-call]  # torch
             self.heap, self.live, self.peak, self.peak_op, self.op = heap, 0, 0, "", ""
             self.guesses: list[str] = []
+            self.of_experts: Seen | None = None
+            self.products = 0  # of experts, in forwards
             self._sizes: dict[int, int] = {}  # of living storages, by their address
             self._keys: dict[int, int] = {}
             self._count = 0
@@ -47,6 +52,9 @@ def make_tracker() -> type[Any]:
                 return _guess(func, args)
             if (workspace := _WORKSPACE.get(func)) is not None:
                 self.heap.hold(workspace(*args, **(kwargs or {})))
+            of = self.of_experts
+            if of is not None and of.parts and graph_task_id() == -1 and func.overloadpacket.__name__ in PRODUCTS:
+                self.products += 1
             out = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):

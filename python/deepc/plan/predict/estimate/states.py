@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ....core import memory
+from ....core import cpu, memory
 from ....core.lib import call
 from ...plan import CONTROL_SLOT_BYTES, SLOTS
 from .figures import MemoryEstimate, Row
@@ -21,6 +22,10 @@ PAGE = 4096
 LIBRARY_BYTES = 16 << 20
 CODE_BYTES = LIBRARY_BYTES + (17 << 20)
 CODE_BYTES_16BIT = LIBRARY_BYTES + (24 << 20)  # with oneDNN's generated 16-bit kernels
+# oneDNN generates a kernel for each product of each number of rows that an expert gets in 16 bit, and keeps so many
+# (measured, torch 2.13, AVX-512-BF16: 0.63 MiB each; in half of an expert's calls the number is a new one).
+KERNEL_BYTES = 645 << 10
+MOST_KERNELS = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024"))
 
 
 def _block(nbytes: int, color: str) -> int:
@@ -96,6 +101,11 @@ def state_rows(
     return _merge(rows), early
 
 
+def _generates(plan: Plan) -> bool:
+    native, _ = cpu.bf16_arithmetic() if plan.dtype.name == "bfloat16" else cpu.fp16_arithmetic()
+    return plan.device == "cpu" and native
+
+
 def _merge(rows: Sequence[Row]) -> list[Row]:
     out: dict[str, Row] = {}
     for r in rows:
@@ -120,6 +130,9 @@ def assembled(
     """looked: the peak of what initialize runs before it makes the plan, and before it imports `loaded`. shapes: what
     the first backward of a pipeline imports."""
     leased = run is not None and run["leased"]
+    kernels = 0
+    if run is not None and run["products"] and plan.dtype.itemsize < 4 and _generates(plan):
+        kernels = min(MOST_KERNELS, run["products"] * 3 // 2)  # a forward's product has two in backward
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
     trained = sum(p.numel for p in plan.params if p.index is not None)
@@ -163,6 +176,13 @@ def assembled(
                 f"mixtures of experts: gates are taken to choose evenly and to fill the places that there are,"
                 f" {now} rows for a layer's experts on this rank{bound}"
             )
+        if kernels:
+            notes.append(
+                f"oneDNN keeps a kernel of {KERNEL_BYTES >> 10} KiB for each product of each number of rows that an"
+                f" expert gets in 16 bit: about {kernels} in these steps, up to {MOST_KERNELS} in longer runs"
+                f" ({MOST_KERNELS * KERNEL_BYTES / 2**20:.0f} MiB; ONEDNN_PRIMITIVE_CACHE_CAPACITY)"
+            )
+            rows.append(Row("kernels for numbers of rows", host=kernels * KERNEL_BYTES))
         if not run["malloc"]:
             notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
         if run["guesses"]:
@@ -175,7 +195,7 @@ def assembled(
             notes.append("states of a torch optimizer are not included: pass a sample batch")
     if loaded or shapes or code:
         rows.append(Row("Python modules and kernels, loaded once", host=loaded + shapes + code))
-    rank = max(init, host + (0 if gpu else freed + heap) + loaded + shapes) + code
+    rank = max(init, host + (0 if gpu else freed + heap) + loaded + shapes + kernels * KERNEL_BYTES) + code
     device = sum(r.device for r in rows if r.device) if gpu else 0
     return MemoryEstimate(
         stage=plan.stage,
