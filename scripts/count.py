@@ -2,8 +2,9 @@
 skipped, and why.
 
 Usage: count.py FOLDER CLASS. FOLDER holds ctest.log and ctest.thread.log (ctest's LastTest.log), pytest.xml (JUnit),
-skipped.tsv (kind, number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests);
-each may be missing. GoogleTest's own cases are counted, not its executables."""
+skipped.tsv (kind, number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests),
+ctest.broke (of C tests that could not be built); each may be missing. GoogleTest's own cases are counted, not its
+executables."""
 
 from __future__ import annotations
 
@@ -62,9 +63,10 @@ def main(folder: Path, test_class: str) -> int:
         p, why = count_pytest(xml)
         print(f"Python: {p['passed']} passed, {p['failed']} failed, {p['skipped']} skipped")
         total, reasons = total + p, reasons + why
-    if (broke := folder / "pytest.broke").exists():
-        print(f"pytest itself ended with exit code {broke.read_text().strip()}")
-        total["failed"] += 1
+    for name, what in (("pytest.broke", "pytest itself"), ("ctest.broke", "the build of the C tests")):
+        if (broke := folder / name).exists():
+            print(f"{what} ended with exit code {broke.read_text().strip()}")
+            total["failed"] += 1
     if (tsv := folder / "skipped.tsv").exists():
         for line in tsv.read_text().splitlines():
             kind, n, why = line.split("\t")

@@ -1,5 +1,6 @@
 """scripts/count.py: the last line of `make test` must not lose a failure. scripts/lib.sh: which builds have the CUDA
-kernels. scripts/peers: what is installed for the tests leaves torch alone, and what can't be had stops nothing."""
+kernels. scripts/peers: what is installed for the tests leaves torch alone, and what can't be had stops nothing.
+scripts/test: the C tests beside the Python tests are counted, and end with them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,8 +80,9 @@ def test_races_count(tmp_path):
     assert "C under ThreadSanitizer: 10 passed, 1 failed" in text
 
 
-def test_a_pytest_that_broke_is_a_failure(tmp_path):
-    assert count(tmp_path, ctest_log=GOOD, pytest_broke="3\n")[:2] == (1, "10 passed, 1 failed, 2 skipped")
+@pytest.mark.parametrize("broke", ["pytest_broke", "ctest_broke"])
+def test_what_broke_is_a_failure(tmp_path, broke):
+    assert count(tmp_path, ctest_log=GOOD, **{broke: "3\n"})[:2] == (1, "10 passed, 1 failed, 2 skipped")
 
 
 def test_no_gpu_is_no_failure_of_the_gpu_class(tmp_path):
@@ -170,3 +173,78 @@ def test_without_a_network_the_tests_go_on_without_peers(tmp_path):
 def test_a_peer_that_replaces_torch_is_an_error(tmp_path):
     done, _, _ = peers(tmp_path, "one two<=2 three four[x]", replaces="2.13.0+cu130")
     assert done.returncode == 1 and "torch 2.13.0+cpu was replaced by 2.13.0+cu130" in done.stderr
+
+
+# What scripts/test calls. cmake tells how the build of the C tests goes, ctest and Python leave results as the real do.
+TOOLS = {
+    "bin/g++": "",
+    "bin/cc": 'while [ "$1" != -o ]; do shift; done; printf "#!/bin/sh\\n" >"$2"; chmod +x "$2"',
+    "scripts/peers": "",
+    "scripts/install": 'echo "install" >>order',
+    "scripts/python": """case $1 in
+  scripts/count.py) exec "$REAL_PYTHON" "$@" ;;
+esac
+echo "pytest" >>order
+printf '%s' "$XML" >build/results/pytest.xml""",
+    ".venv/bin/python": "",
+    ".venv/bin/ninja": "",
+    ".venv/bin/cmake": """case $1 in
+  --build)
+    echo "no such header"
+    [ -z "$HANGS" ] || { echo $$ >"$HANGS.new" && mv "$HANGS.new" "$HANGS" && exec sleep 600; }
+    exit "$BUILD" ;;
+esac""",
+    ".venv/bin/ctest": """mkdir -p build/asan/Testing/Temporary
+printf '%s' "$LOG" >build/asan/Testing/Temporary/LastTest.log
+echo "what ctest says"
+exit 8""",
+}
+
+
+def start_quick(folder: Path, **env: str) -> subprocess.Popen[str]:
+    """scripts/test quick with the tools above."""
+    for name, text in TOOLS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    for name in ("test", "lib.sh", "count.py"):
+        shutil.copy(COUNT.with_name(name), folder / "scripts" / name)
+    given = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "REAL_PYTHON": sys.executable}
+    given |= {"BUILD": "0", "HANGS": "", "LOG": GOOD, "XML": XML.replace("<failure", "<x").replace("<error", "<x")}
+    return subprocess.Popen(
+        [folder / "scripts/test", "quick"],
+        env={**os.environ, **given, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "env, code, last",
+    [
+        ({}, 0, "13 passed, 0 failed, 3 skipped"),
+        ({"LOG": GOOD + CRASH}, 1, "13 passed, 1 failed, 3 skipped"),
+        ({"BUILD": "2"}, 1, "3 passed, 1 failed, 1 skipped"),
+        ({"XML": XML}, 1, "11 passed, 2 failed, 3 skipped"),
+    ],
+)
+def test_the_quick_class_counts_the_c_tests_that_run_beside_it(tmp_path, env, code, last):
+    out, err = (run := start_quick(tmp_path, **env)).communicate(timeout=60)
+    assert (run.returncode, out.splitlines()[-1]) == (code, last), out + err
+    assert ("what ctest says" in out, "no such header" in out) == ((False, True) if "BUILD" in env else (True, False))
+    assert (tmp_path / "order").read_text().split() == ["install", "pytest"]
+
+
+def test_compilers_of_the_c_tests_end_with_the_run(tmp_path):
+    run = start_quick(tmp_path, HANGS=str(tmp_path / "compiler"))
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "compiler").exists() and "pytest" in (tmp_path / "order").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    compiler = Path("/proc", (tmp_path / "compiler").read_text().strip(), "stat")
+    run.terminate()
+    run.communicate(timeout=60)
+    while compiler.exists() and compiler.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
