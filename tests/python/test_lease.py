@@ -55,7 +55,7 @@ def train(
 
 @pytest.mark.parametrize("stage, world", [(3, 2), pytest.param(0, 1, marks=pytest.mark.full)])
 def test_accumulators_take_memory_in_backward_and_give_it_back(stage: int, world: int) -> None:
-    for rows, _ in run_ranks(train, world, args=(stage, 4), executes=True):
+    for rows, _ in run_ranks(train, world, args=(stage, 4), fresh=True):
         for r in rows:
             assert r["before"] == r["after"] == 0 and r["zero_after"] and r["had_grad"], r
             assert r["owned"] <= r["during"] <= r["owned"] + (4 << 20), r
@@ -71,5 +71,5 @@ def test_losses_are_those_of_accumulators_that_stay() -> None:
 
 
 def test_accumulation_keeps_them() -> None:
-    ((rows, _),) = run_ranks(train, 1, args=(0, 2, 2), executes=True)
+    ((rows, _),) = run_ranks(train, 1, args=(0, 2, 2), fresh=True)
     assert rows[0]["during"] == -1
