@@ -1,7 +1,7 @@
 """Predicted and measured peak memory of one training run: what test_estimate.py and tests/bench/estimate.py share.
 
 A run is a fresh process per rank. Rank 0 asks for the prediction first; then each rank notes its resident memory, calls
-initialize and trains three steps, and reads the kernel's own high-water mark (VmHWM, reset through
+initialize and trains three steps (or a case's number), and reads the kernel's own high-water mark (VmHWM, reset through
 /proc/self/clear_refs). Shared pages count once. Pages of libraries count as what the estimate takes them for: they are
 the system's page cache, and how many a fault maps depends on how the file came into it (a kernel maps a whole large
 folio: the same run had 15 and 44 MiB of them), not on the run.
@@ -256,7 +256,7 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
         model=model, config=make_config(case), optimizer=make_optimizer(case), sample_batch=sample
     )[0]
     out["initialized"] = resident()
-    for _ in range(3):
+    for _ in range(case.get("steps", 3)):
         if case.get("stages"):
             engine.train_batch(itertools.repeat(batch))
             continue
@@ -274,12 +274,13 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     return out
 
 
-def run(case: dict) -> dict:
-    """Bytes of the node: "predicted", "measured" and what they are made of."""
+def run(case: dict, executes: bool = True) -> dict:
+    """Bytes of the node: "predicted", "measured" and what they are made of. executes: or ranks are forked, whose shared
+    pages count as their own before and after."""
     from deepc.plan.predict.estimate.states import LIBRARY_BYTES
 
     world = case.get("world", 1)
-    ranks = run_ranks(rank, world, args=(case,), executes=True, limit_s=600)
+    ranks = run_ranks(rank, world, args=(case,), fresh=True, executes=executes, limit_s=600)
     if case.get("stages") or case.get("ep"):  # ranks with different stages or experts share different memory
         shared = sum(r["part_of_shared"] for r in ranks)
     else:
