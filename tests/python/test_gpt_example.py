@@ -242,7 +242,7 @@ def test_plain_python_trains_on_other_data_within_minutes(tmp_path):
     book.write_text("the cat sat on the mat. " * 2000)
     text, _ = train(
         "--minutes",
-        "0.05",
+        "0.02",
         "--precision",
         "fp32",
         "--accumulation",
