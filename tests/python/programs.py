@@ -71,6 +71,10 @@ class Program:
             texts.append(file.read().decode())
         return texts[0], texts[1]
 
+    def said(self) -> str:
+        """What it has said to standard error so far."""
+        return os.pread(self._err.fileno(), 1 << 24, 0).decode()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -33,7 +33,9 @@ def sources() -> list[tuple[str, ast.Module]]:
 
 def reads_of_the_environment(tree: ast.AST) -> list[str]:
     """DEEPC_* names that are looked up in os.environ or by os.getenv."""
-    found = []
+    found: list[str] = []
+    if not any(getattr(n, "attr", getattr(n, "id", "")) in ("environ", "getenv") for n in ast.walk(tree)):
+        return found
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             asked, of = node.args, ast.unparse(node.func)

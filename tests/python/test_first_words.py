@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 
 import deepc
 import pytest
@@ -16,7 +17,7 @@ from deepc.config import Config
 from deepc.config.explain import check
 from deepc.errors import ArgumentError, CheckpointError, ConfigError
 from deepc.launch import options
-from programs import run_python
+from programs import Program, run_python
 from ranks import run_ranks
 
 
@@ -50,11 +51,12 @@ def test_a_rank_whose_peer_does_not_come_says_so():
 
 
 _WAITS = """
-import datetime, deepc, sys
+import datetime, deepc, os, time
 from deepc.comm import start
 start._PATIENCE_S = 5.0
-print("ready", flush=True)
-sys.stdin.readline()
+open(f"ready{os.environ['RANK']}", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
 deepc.init_distributed(timeout=datetime.timedelta(seconds=60))
 """
 
@@ -67,22 +69,24 @@ deepc.init_distributed(timeout=datetime.timedelta(seconds=60))
         ((1, 2), 4, "rank 0"),
     ],
 )
-def test_ranks_that_wait_name_those_that_do_not_come(there, world, said):
+def test_ranks_that_wait_name_those_that_do_not_come(there, world, said, tmp_path):
     """Those that are there begin to wait together, when all have imported what they need."""
     env = _environment(WORLD_SIZE=str(world))
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    running = [subprocess.Popen([sys.executable, "-c", _WAITS], env={**env, "RANK": str(r)}, **pipes) for r in there]
+    running = [Program(("-c", _WAITS), cwd=tmp_path, env={**env, "RANK": str(r)}) for r in there]
+
+    def until(done) -> None:
+        end = time.monotonic() + 120
+        while not done() and all(p.poll() is None for p in running) and time.monotonic() < end:
+            time.sleep(0.05)
+
     try:
-        for p in running:
-            assert p.stdout.readline() == "ready\n"
-        for p in running:
-            p.stdin.write("go\n")
-            p.stdin.flush()
-        lines = [next((t for t in p.stderr if " has waited " in t), "") for p in running]
+        until(lambda: all((tmp_path / f"ready{r}").exists() for r in there))
+        (tmp_path / "go").touch()
+        until(lambda: all(" has waited " in p.said() for p in running))
     finally:
         for p in running:
             p.kill()
-            p.communicate()
+    lines = [p.communicate()[1] for p in running]
     for rank, line in zip(there, lines, strict=True):
         assert f"rank {rank} of {world} has waited 5 s for {said} at 127.0.0.1:" in line, lines
 

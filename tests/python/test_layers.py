@@ -91,6 +91,7 @@ def is_climbing(name: str, target: str) -> bool:
     return here in ROOMS and ROOMS.index(there) > ROOMS.index(here)
 
 
+@cache
 def climbs() -> set[str]:
     return {f"{name or 'deepc'} -> {t or 'deepc'}" for name in MODULES for t in imports(name) if is_climbing(name, t)}
 
@@ -127,6 +128,7 @@ def circles() -> list[list[str]]:
     return found
 
 
+@cache
 def torch_imports() -> set[str]:
     found = set()
     for name, path in MODULES.items():
