@@ -355,6 +355,13 @@ def test_averages_of_fp16_do_not_overflow(on_hosts) -> None:
 
 
 # ---- bytes on the wire -----------------------------------------------------------------------------------------------
+def settle() -> None:
+    """Until acknowledgements have crossed: this host has sent nothing for a while."""
+    sent = None
+    while sent != (sent := nethosts.traffic()[1]):
+        time.sleep(0.05)
+
+
 def measured(rank: int, world: int, op: str, count: int, flat: bool) -> tuple[int, int]:
     """(bytes that this host's interface sent during one call, bytes that this rank says it sent)."""
     group = None if flat else opened(rank, world)
@@ -372,12 +379,12 @@ def measured(rank: int, world: int, op: str, count: int, flat: bool) -> tuple[in
 
     run()  # connects
     dist.barrier()
-    time.sleep(0.2)  # acknowledgements
+    settle()
     before, said = nethosts.traffic()[1], group.sent_bytes if group else 0
     dist.barrier()
     run()
     dist.barrier()
-    time.sleep(0.2)
+    settle()
     after, said = nethosts.traffic()[1], (group.sent_bytes if group else 0) - said
     if group:
         group.close()
@@ -392,7 +399,7 @@ def sent_by_hosts(hosts: Hosts, placement: list[int], *args) -> list[tuple[int, 
 
 
 def test_bytes_of_an_all_reduce_are_those_of_one_rank_per_host(two: Hosts) -> None:
-    count = 8 << 20  # 32 MiB
+    count = 4 << 20  # 16 MiB
     least = sent_by_hosts(two, [0, 1], "all_reduce", count, True)  # Gloo, one rank per host
     alone = sent_by_hosts(two, [0, 1], "all_reduce", count, False)
     ours = sent_by_hosts(two, [0, 0, 1, 1], "all_reduce", count, False)
@@ -458,12 +465,12 @@ def through_torch(rank: int, world: int, count: int) -> tuple[int, int, int]:
     assert everyone == list(range(world))
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dist.barrier()
-    time.sleep(0.2)
+    settle()
     begin, reductions = nethosts.traffic()[1], deepc.counters()
     dist.barrier()
     dist.all_reduce(x)
     dist.barrier()
-    time.sleep(0.2)
+    settle()
     middle, counted = nethosts.traffic()[1], deepc.counters()
     dist.all_reduce(x, group=halves[rank // 2])
     end = nethosts.traffic()[1]
@@ -487,7 +494,7 @@ def failing(
 ) -> tuple[str, str, float] | None:
     """All-reduces until `victim` is killed by itself; (error, text, seconds after the kill at the earliest). late: a
     rank that stays away from the last call until the others know."""
-    group = opened(rank, world, 60.0)
+    group, store = opened(rank, world, 60.0), dist.distributed_c10d._get_default_store()
     x = torch.ones(count)
     group.all_reduce(x)
     if rank == victim:
@@ -496,12 +503,14 @@ def failing(
     try:
         for _ in range(1_000_000):
             if rank == late:
-                time.sleep(seconds + 2)
+                store.wait(["told"])
             group.all_reduce(x)
             if late is None:
                 x.fill_(1)
     except errors.CommError as exc:
         took = time.monotonic() - end
+        if late not in (None, rank):
+            store.set("told", "")
         again = ""
         try:
             group.barrier()
@@ -595,13 +604,14 @@ def test_a_mismatch_raises_everywhere(two: Hosts, kind: str, odd: list[int]) -> 
 
 
 def timed_out(rank: int, world: int) -> tuple[str, str]:
-    group = opened(rank, world, 2.0)
+    group, store = opened(rank, world, 2.0), dist.distributed_c10d._get_default_store()
     group.barrier()
     if rank == 3:
-        time.sleep(6)
+        store.wait([f"told {r}" for r in range(3)])
     try:
         group.barrier()
     except errors.CommError as exc:
+        store.set(f"told {rank}", "")
         return type(exc).__name__, str(exc)
     return "", ""
 

@@ -422,7 +422,7 @@ def test_two_hosts_through_ssh(tmp_path, fake_ssh):
 
 def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fake_ssh):
     file = write_hosts(tmp_path, "h1 slots=1", "unknown slots=1", "silent slots=1")
-    run = Run(tmp_path, SHOW, launcher=("--hostfile", file, "--cpu", "--connect_timeout", "3"), env=fake_ssh)
+    run = Run(tmp_path, SHOW, launcher=("--hostfile", file, "--cpu", "--connect_timeout", "2"), env=fake_ssh)
     code, _, err = run.finish()
     assert code == 2 and "2 of 3 hosts could not be reached; nothing was started" in err and "Traceback" not in err
     assert "unknown: ssh: Could not resolve hostname" in err and "correct the name in the hostfile" in err

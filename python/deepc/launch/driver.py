@@ -494,6 +494,8 @@ class Driver:
             except OSError:
                 pass
             c.sender.broken = True
+            if not c.hello:  # nothing was started there, and nobody may hear it
+                c.process.kill()
         end = time.monotonic() + 15.0
         for c in self.connections:
             self._drain(c, end)
