@@ -213,8 +213,9 @@ const Reference &reference(const Case &c, size_t number) {
   static std::map<std::pair<int, size_t>, Reference> made;
   Reference &r = made[{c.dt, number}];
   if (r.forward.empty() && dc_isa_force(DC_ISA_SCALAR) == DC_OK) {
-    r.forward = run_once(arrays_of(c), kAtStart, [&](auto &p) { return forward(c, p); });
-    r.backward = run_once(grad_arrays_of(c, r.forward), kAtStart, [&](auto &p) { return backward(c, p); });
+    const Place place = number % 2 ? kAtStart : kAtEnd;
+    r.forward = run_once(arrays_of(c), place, [&](auto &p) { return forward(c, p); });
+    r.backward = run_once(grad_arrays_of(c, r.forward), place, [&](auto &p) { return backward(c, p); });
   }
   return r;
 }
@@ -237,6 +238,7 @@ TEST_F(Attention, EqualsReference) {
       for (int isa : isas()) {
         if (in_pairs(dt, isa)) continue;
         if (as_below(dt, isa) && number > 0) continue; // once
+        if (isa == DC_ISA_SCALAR && number % 6) continue; // its own bits again
         ASSERT_EQ(dc_isa_force(isa), DC_OK);
         for (Place place : isa == DC_ISA_SCALAR ? std::vector{kAtEnd} : std::vector{kAtEnd, kOffStart}) {
           ASSERT_TRUE(same(arrays, run_once(arrays, place, run), want)) << about(c) << " on " << dc_isa_name(isa);

@@ -95,7 +95,7 @@ TEST_F(Ops, PackedEqualsReferenceInEveryLayout) {
 
 // A cut at multiples of a block, threads, and several tensors in a call change nothing.
 TEST_F(Ops, PackedDoesNotDependOnThePartition) {
-  const int64_t n = 300000, cut = 131072 + 256 - 64;
+  const int64_t n = 200000, cut = 131072 + 256 - 64;
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     for (int rule : {(int)DC_RULE_ADAMW, (int)DC_RULE_LION})
@@ -166,7 +166,7 @@ TEST_F(Ops, UnpackedStatesPackAsTheyWere) {
 
 // The mean of many roundings is the number: a state whose gradient is zero decays as it does in fp32.
 TEST_F(Ops, StochasticRoundingKeepsTheMean) {
-  for (int isa : isas()) {
+  for (int isa : {isas().back()}) { // the others have its bits (PackedEqualsReference), and the slow ones take seconds
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     for (int format : kFormats) {
       const int64_t n = 1 << 14, steps = 200;
