@@ -15,12 +15,14 @@ def run_ranks(fn, world, *args):
     return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
 
 
-def llama(bias=False):
+def llama(bias=False, heads=(4, 2)):
+    """heads: of queries, and of keys and values."""
     import transformers as t
 
     torch.manual_seed(1)
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4)
-    return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2, attention_bias=bias)).train()
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=heads[0])
+    config = t.LlamaConfig(**sizes, num_key_value_heads=heads[1], head_dim=8, attention_bias=bias)
+    return t.LlamaForCausalLM(config).train()
 
 
 def batches(mesh, rank):
@@ -66,7 +68,7 @@ OPTIMIZERS = {
 }
 
 
-def _trains(rank, world, mesh, kind, stage, folder):
+def _trains(rank, world, mesh, kind, stage, folder, heads):
     """{name: whole weights} and {name/state: whole state}, after STEPS steps."""
     import deepc
     from deepc.plan.mesh import Mesh
@@ -79,6 +81,7 @@ def _trains(rank, world, mesh, kind, stage, folder):
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": kind, "params": OPTIMIZERS[kind]},
         },
+        llama(heads=heads),
     )
     data = batches(mesh, rank)
     for _ in range(STEPS):
@@ -100,26 +103,31 @@ def _trains(rank, world, mesh, kind, stage, folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "stage"),
+    ("kind", "mesh", "stage", "heads"),
     [
-        ("Lamb", {"tp": 2}, 0),
-        ("Muon", {"tp": 2}, 1),
-        ("Adafactor", {"tp": 2}, 2),
+        ("Lamb", {"tp": 2}, 0, (4, 2)),
+        ("Muon", {"tp": 2}, 1, (4, 2)),
+        ("Adafactor", {"tp": 2}, 2, (4, 2)),
         *(
-            pytest.param(kind, {"dp": 2, "tp": 2}, stage, marks=pytest.mark.full)
+            pytest.param(kind, {"dp": 2, "tp": 2}, stage, (4, 2), marks=pytest.mark.full)
             for kind in OPTIMIZERS
             for stage in (0, 3)
         ),
-        *(pytest.param(kind, {"pp": 2, "tp": 2}, 1, marks=pytest.mark.full) for kind in OPTIMIZERS),
+        *(pytest.param(kind, {"pp": 2, "tp": 2}, 1, (4, 2), marks=pytest.mark.full) for kind in OPTIMIZERS),
+        *(  # shards of different sizes, and keys that both ranks read
+            pytest.param(kind, {"tp": 2}, 1, heads, marks=pytest.mark.full)
+            for kind in OPTIMIZERS
+            for heads in ((3, 1), (6, 3))
+        ),
     ],
 )
-def test_optimizers_of_whole_parameters_step_shards_as_in_one_process(kind, mesh, stage, tmp_path):
+def test_optimizers_of_whole_parameters_step_shards_as_in_one_process(kind, mesh, stage, heads, tmp_path):
     from deepc.checkpoint import CheckpointReader
 
-    ((want, wanted),) = run_ranks(_trains, 1, {}, kind, stage, "")
+    ((want, wanted),) = run_ranks(_trains, 1, {}, kind, stage, "", heads)
     world = mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
     seen = set()
-    for weights, states in run_ranks(_trains, world, mesh, kind, stage, str(tmp_path)):
+    for weights, states in run_ranks(_trains, world, mesh, kind, stage, str(tmp_path), heads):
         for name, value in weights.items():
             seen.add(name)
             near(value, want[name], name)
