@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 TENSOR_BYTES = 8 << 20  # shared memory of a tensor-parallel group's communicator (measured, 2 ranks)
-EXPERT_BYTES = 8 << 20  # the same of a group that shares experts
+EXPERT_BYTES = 12 << 20  # the same of a group that shares experts
 
 
 class Divided(NamedTuple):
