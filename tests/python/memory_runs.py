@@ -80,8 +80,8 @@ CASES: dict[str, dict] = {
     "B stage 0, 2 stages, 1f1b, fp32, budget": dict(B, stage=0, world=2, stages=2, micro=2, gas=4, budget="150MB"),
     "M stage 0, 1 rank, fp32, experts": dict(M, stage=0, micro=8),
     "M stage 2, 2 ranks, bf16, experts, top-2": dict(M, stage=2, world=2, bf16=True, k=2),
-    "M stage 3, 2 ranks, fp32, experts, none dropped": dict(M, stage=3, world=2, k=2, keeps=True),
-    "M stage 2, 2 ranks, fp32, experts, top-2": dict(M, stage=2, world=2, k=2, capacity=2.0),
+    "M stage 3, 2 ranks, fp32, experts, none dropped": dict(M, stage=3, world=2, k=2, keeps=True, micro=8),
+    "M stage 2, 2 ranks, fp32, experts, top-2": dict(M, stage=2, world=2, k=2, micro=8),
     "M stage 1, 2 ranks, fp32, experts over 2": dict(M, stage=1, world=2, ep=2, micro=8),
     "M stage 2, 4 ranks, bf16, experts over 2, top-2": dict(M, stage=2, world=4, ep=2, bf16=True, k=2),
     "M stage 0, 2 stages x 2 ranks, 1f1b, fp32, experts over 2": dict(
