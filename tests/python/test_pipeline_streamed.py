@@ -345,7 +345,7 @@ def _against_memory(rank, world, cases, folder, nodes):
     ("world", "config", "schedules", "nodes"),
     [
         (4, CLIPPED, ["zb-v"], "aa"),
-        (2, {"bf16": {"enabled": True}}, ["1f1b"], "aa"),
+        pytest.param(2, {"bf16": {"enabled": True}}, ["1f1b"], "aa", marks=pytest.mark.full),
         pytest.param(4, CLIPPED, ["1f1b", "gpipe", "interleaved", "zb-h1"], "aa", marks=pytest.mark.full),
         pytest.param(4, {"bf16": {"enabled": True}}, ["1f1b"], "ab", marks=pytest.mark.full),
     ],
@@ -451,6 +451,7 @@ def _refused(rank, world, folder):
     return told, loss
 
 
+@pytest.mark.full
 def test_a_disk_without_room_for_one_stage_is_an_error_on_all(tmp_path):
     ranks = run_ranks(_refused, 4, str(tmp_path))
     for told, loss in ranks:
