@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 
+# What huggingface_hub reads when it is imported; forks have an environment of their own.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
 gc.disable()  # ranks.py enables it in forks: a collection there would copy each page that holds one of these objects
 for _name in (
     "torch",
@@ -22,6 +25,7 @@ for _name in (
     "safetensors.torch",
     "pytest",
     "hypothesis",
+    "transformers",  # looks through its models' files; what looks for DeepSpeed comes with its first model
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
