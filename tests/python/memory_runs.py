@@ -84,6 +84,10 @@ CASES: dict[str, dict] = {
     "M stage 2, 2 ranks, fp32, experts, top-2": dict(M, stage=2, world=2, k=2, micro=8),
     "M stage 1, 2 ranks, fp32, experts over 2": dict(M, stage=1, world=2, ep=2, micro=8),
     "M stage 2, 4 ranks, bf16, experts over 2, top-2": dict(M, stage=2, world=4, ep=2, bf16=True, k=2),
+    "M stage 0, 2 stages x 2 ranks, 1f1b, fp32, experts": dict(M, stage=0, world=4, stages=2, micro=2, gas=4),
+    "M stage 0, 2 stages x 2 ranks, 1f1b, fp32, experts over 2": dict(
+        M, stage=0, world=4, stages=2, ep=2, micro=2, gas=4
+    ),
     "B stage 0, 2 stages, 1f1b, fp32": dict(B, stage=0, world=2, stages=2, micro=2, gas=4),
     "B stage 1, 2 stages, 1f1b, bf16": dict(B, stage=1, world=2, stages=2, micro=2, gas=4, bf16=True),
     "B stage 2, 2 stages x 2 ranks, zb-h1, fp32": dict(B, stage=2, world=4, stages=2, micro=2, gas=4, schedule="zb-h1"),

@@ -3,7 +3,9 @@ against what the kernel measures are in test_estimate.py."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import deepc
 import memory_runs
@@ -147,6 +149,23 @@ def planned(rank: int, world: int, case: dict) -> dict:
     engine.step()
     engine.destroy()
     return told.to_dict()
+
+
+def held(rank: int, world: int, case: dict) -> list[str]:
+    """Names of parameters that are not this rank's and are there still."""
+    model = memory_runs.make_model(case)
+    parameters = {n: weakref.ref(p) for n, p in model.named_parameters()}
+    engine = deepc.initialize(model=model, config=memory_runs.make_config(case))[0]
+    gc.collect()
+    own = {id(p) for p in engine.module.parameters()}
+    found = [n for n, r in parameters.items() if (p := r()) is not None and id(p) not in own]
+    engine.destroy()
+    return found
+
+
+def test_parameters_of_other_stages_go() -> None:
+    """Though layers keep the load-balance losses of the runs that showed how the model is cut."""
+    assert run_ranks(held, 2, args=({**CASE, "stages": 2, "gas": 2},)) == [[], []]
 
 
 def test_initialize_knows_the_peak_of_ranks_that_share_experts() -> None:

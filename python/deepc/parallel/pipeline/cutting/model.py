@@ -78,6 +78,7 @@ class CutModel:
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
             units, costs = self._weighed(sample)
         self._choose(units, costs)
+        _let_go_of_graphs(model)
         self.ties, self.elsewhere = self._share_out()
         self._take_over()
         self._prove(batch, whole)
@@ -394,6 +395,15 @@ class _Alone:
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
         model = self._cut._model
         return self._cut.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch, wants_loss=False)
+
+
+def _let_go_of_graphs(model: torch.nn.Module) -> None:
+    """What modules keep of the runs as attributes (a load-balance loss) hangs in a graph, which would hold the
+    parameters that go to other ranks: layers of other stages don't run again."""
+    for module in model.modules():
+        for name, t in vars(module).items():
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                vars(module)[name] = t.detach()
 
 
 @contextlib.contextmanager
