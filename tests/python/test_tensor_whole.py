@@ -20,8 +20,9 @@ def llama(bias=False, heads=(4, 2)):
     import transformers as t
 
     torch.manual_seed(1)
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=heads[0])
-    config = t.LlamaConfig(**sizes, num_key_value_heads=heads[1], head_dim=8, attention_bias=bias)
+    sizes = dict(vocab_size=61, hidden_size=8 * heads[0], intermediate_size=44, num_hidden_layers=2)
+    attention = dict(num_attention_heads=heads[0], num_key_value_heads=heads[1], attention_bias=bias)
+    config = t.LlamaConfig(**sizes, **attention)
     return t.LlamaForCausalLM(config).train()
 
 
