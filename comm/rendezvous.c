@@ -125,6 +125,9 @@ static int rdv_recv(int sock, rdv_msg *m, rdv_fds *f) {
   f->n = 0;
   memset(m, 0, sizeof *m);
   ssize_t n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (n < 0 &&
+      errno == ECONNRESET) /* told once, where it closed with something of ours unread; what it sent is there */
+    n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (n < 0) return errno == EAGAIN || errno == EINTR ? RECV_AGAIN : RECV_CLOSED;
   for (struct cmsghdr *cm = CMSG_FIRSTHDR(&h); cm; cm = CMSG_NXTHDR(&h, cm)) {
     if (cm->cmsg_level != SOL_SOCKET || cm->cmsg_type != SCM_RIGHTS) continue;
@@ -331,6 +334,17 @@ static int rdv_look(rdv_joining *j, int rank) {
   return j->absent[rank] < 0 && errno == ESRCH ? rdv_lost(j, rank) : DC_OK;
 }
 
+/* Whether a rank has ended that is neither here nor with rank 0, as far as the configuration tells processes: without
+ * it there will be no group. */
+static int rdv_look_at(rdv_joining *j, int rank) {
+  if (rank == j->c->rank) return DC_OK;
+  DC_TRY(rdv_look(j, rank));
+  struct pollfd p = {.fd = j->absent[rank], .events = POLLIN};
+  const bool gone = poll(&p, 1, 0) > 0;
+  rdv_look_away(j, rank); /* a descriptor for each rank is what rank 0 needs, not everyone */
+  return gone ? rdv_lost(j, rank) : DC_OK;
+}
+
 static int rdv_gather(rdv_joining *j) {
   dc_comm *c = j->c;
   for (int joined = 1;;) {
@@ -426,7 +440,22 @@ static int rdv_listen(rdv_joining *j) {
   return DC_OK;
 }
 
-/* Listens and leads. Whatever goes wrong is told to those that have joined. */
+/* Ranks that have connected, and were not heard or not even accepted: they would see no more than a closed connection.
+ * What they sent is read first: closing with it unread would take the answer with it. */
+static void rdv_tell_unheard(rdv_joining *j, const rdv_msg *no) {
+  (void)rdv_greet(j); /* as many as there are descriptors for */
+  for (int i = 0; i < j->npending; i++) {
+    rdv_msg m;
+    rdv_fds f;
+    int got = rdv_recv(j->pending[i], &m, &f);
+    rdv_fds_close(&f);
+    const bool ours = (got == RECV_OK || got == RECV_NO_FDS) && m.kind == MSG_HELLO &&
+                      rdv_same_secret(m.secret, j->secret);
+    if (ours || got == RECV_AGAIN) rdv_tell(j->pending[i], no, NULL, 0, j->deadline_ns);
+  }
+}
+
+/* Listens and leads. Whatever goes wrong is told to those that have come. */
 static int rdv_lead(rdv_joining *j) {
   dc_comm *c = j->c;
   j->pid[0] = getpid();
@@ -446,6 +475,7 @@ static int rdv_lead(rdv_joining *j) {
     int sent = rdv_tell(j->sock[r], &m, NULL, 0, j->deadline_ns + 1000000000);
     if (sent && !rc) return rdv_lost(j, r);
   }
+  if (rc) rdv_tell_unheard(j, &m);
   return rc ? DC_FAIL(rc, "%s", m.text) : DC_OK;
 }
 
@@ -454,11 +484,12 @@ static int rdv_connect(rdv_joining *j) {
   struct sockaddr_un a;
   socklen_t len;
   rdv_address(j->k, &a, &len);
-  for (;;) {
+  for (int turn = 0;; turn++) {
     int s = -1;
     DC_TRY(rdv_socket(&s));
     if (connect(s, (struct sockaddr *)&a, len) == 0) {
       j->sock[0] = s;
+      j->pid[0] = j->k->pid ? j->k->pid[0] : 0;
       return rdv_same_user(s)
                  ? DC_OK
                  : DC_FAIL(DC_E_PEER, "group %s: who listens on its address belongs to another user", c->label);
@@ -475,7 +506,18 @@ static int rdv_connect(rdv_joining *j) {
     if (rdv_ms_left(j->look_ns) == 0) DC_TRY(rdv_look(j, 0));
     struct pollfd leader = {.fd = j->absent[0], .events = POLLIN};
     if (poll(&leader, 1, 1) > 0) return rdv_lost(j, 0);
+    /* it may have given up because of one of the others, and closed its address */
+    if (rdv_ms_left(j->look_ns) == 0) DC_TRY(rdv_look_at(j, 1 + turn % (c->size - 1)));
   }
+}
+
+/* Waits for a message of rank 0. Where it has left without one, a rank that is gone is the reason: rank 0 itself last.
+ */
+static int rdv_await_leader(rdv_joining *j, const char *leader, rdv_msg *m, rdv_fds *f) {
+  int rc = rdv_await(j->sock[0], j->c->label, leader, m, f, j->deadline_ns);
+  if (rc != DC_E_PEER_DIED || m->status) return rc;
+  for (int i = 1; i <= j->c->size; i++) DC_TRY(rdv_look_at(j, i % j->c->size));
+  return rc;
 }
 
 static int rdv_take_pidfds(rdv_joining *j, const char *leader) {
@@ -483,7 +525,7 @@ static int rdv_take_pidfds(rdv_joining *j, const char *leader) {
   for (int have = 0; have < c->size;) {
     rdv_msg m;
     rdv_fds f;
-    DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+    DC_TRY(rdv_await_leader(j, leader, &m, &f));
     if (m.kind != MSG_PIDFDS || m.first != have || have + f.n > c->size || f.n == 0) {
       rdv_fds_close(&f);
       return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while joining", c->label, leader);
@@ -503,7 +545,7 @@ static int rdv_take_stage(rdv_joining *j, const char *leader) {
   rdv_msg m;
   rdv_fds f;
   DC_TRY(rdv_take_pidfds(j, leader));
-  DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+  DC_TRY(rdv_await_leader(j, leader, &m, &f));
   if (m.kind != MSG_SEGMENT || f.n != 1) {
     rdv_fds_close(&f);
     return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while joining", c->label, leader);
@@ -545,14 +587,15 @@ static int rdv_follow(rdv_joining *j) {
   char leader[64];
   snprintf(leader, sizeof leader, "rank %d", c->global_rank[0]);
   DC_TRY(rdv_connect(j));
-  DC_TRY(rdv_hello(j));
+  int rc = rdv_hello(j);
+  if (rc && rc != DC_E_PEER_DIED) return rc; /* that: rank 0 has given up, and what it said of it can be read below */
   j->deadline_ns +=
       1000000000; /* rank 0 may wait until its own deadline: leave time for its verdict, which says more than ours */
   if (j->status) {
     rdv_await_verdict(j, leader);
     return DC_FAIL(j->status, "%s", j->why);
   }
-  int rc = rdv_take_stage(j, leader);
+  rc = rdv_take_stage(j, leader);
   rdv_msg m = rdv_msg_of(MSG_READY);
   m.status = rc;
   if (rc) snprintf(m.text, sizeof m.text, "%s", dc_last_error());
@@ -565,7 +608,7 @@ static int rdv_follow(rdv_joining *j) {
   }
   DC_TRY(sent);
   rdv_fds f;
-  DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+  DC_TRY(rdv_await_leader(j, leader, &m, &f));
   rdv_fds_close(&f);
   return DC_OK;
 }

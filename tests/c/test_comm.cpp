@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -1208,6 +1209,85 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
   munmap(gave_up, 4096);
   EXPECT_EQ(out[0].text, "");
   EXPECT_EQ(out[1].text, "");
+}
+
+// What three ranks know of each other.
+struct Known {
+  std::atomic<int> pid[3], gave_up, done;
+};
+
+Known *known() {
+  auto *k = (Known *)mmap(nullptr, sizeof(Known), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  return k == MAP_FAILED ? nullptr : k;
+}
+
+std::vector<int32_t> all_pids(Known *k, int rank) {
+  k->pid[rank] = getpid();
+  for (auto &pid : k->pid)
+    while (!pid) nap_ms(1);
+  return {k->pid[0], k->pid[1], k->pid[2]};
+}
+
+// Rank 0 has given up and closed its address, and lives: who comes then waits for nobody.
+TEST(Joining, WhoComesBehindThemIsToldWhoDied) {
+  std::string address = fresh_address();
+  Known *at = known();
+  ASSERT_NE(at, nullptr);
+  auto out = run_ranks(3, [&](int rank) -> std::string {
+    std::vector<int32_t> pid = all_pids(at, rank);
+    if (rank == 1) kill(getpid(), SIGKILL);
+    while (rank == 2 && !at->gave_up) nap_ms(1);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
+    k.pid = pid.data();
+    dc_comm *c = nullptr;
+    WANT_STATUS(DC_E_PEER_DIED, dc_comm_open(&k, &c));
+    WANT_TEXT("rank 1 (pid ");
+    WANT_TEXT("died before it joined");
+    if (rank == 2) at->done = 1;
+    else at->gave_up = 1;
+    while (!at->done) nap_ms(1);
+    return "";
+  });
+  munmap(at, sizeof *at);
+  EXPECT_EQ(out[0].text, "");
+  EXPECT_EQ(out[2].text, "");
+}
+
+// Rank 0 hears of a death before it has accepted one that waits in its queue.
+TEST(Joining, WhoIsNotAcceptedYetIsToldWhoDied) {
+  std::string address = fresh_address();
+  Known *at = known();
+  ASSERT_NE(at, nullptr);
+  auto out = run_ranks(3, [&](int rank) -> std::string {
+    std::vector<int32_t> pid = all_pids(at, rank);
+    while (rank == 1) nap_ms(1000);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
+    if (rank == 0) k.pid = pid.data(); // rank 2 knows nothing but what it is told
+    dc_comm *c = nullptr;
+    if (rank == 2) {
+      int s = connect_to(address);
+      WANT(s >= 0, "connect: %s", strerror(errno));
+      close(s);
+      nap_ms(400); // rank 0 has looked for rank 1
+      kill(pid[0], SIGSTOP);
+      std::thread t([&] {
+        nap_ms(300);
+        pollfd gone = {(int)syscall(SYS_pidfd_open, pid[1], 0), POLLIN, 0};
+        kill(pid[1], SIGKILL);
+        poll(&gone, 1, 20000);
+        close(gone.fd);
+        kill(pid[0], SIGCONT);
+      });
+      int rc = dc_comm_open(&k, &c);
+      t.join();
+      WANT(rc == DC_E_PEER_DIED, "%s", dc_status_name(rc));
+    } else WANT_STATUS(DC_E_PEER_DIED, dc_comm_open(&k, &c));
+    WANT_TEXT("rank 1 (pid ");
+    return "";
+  });
+  munmap(at, sizeof *at);
+  EXPECT_EQ(out[0].text, "");
+  EXPECT_EQ(out[2].text, "");
 }
 
 TEST(Joining, TooMuchStagingIsRefusedOnAllRanks) {
