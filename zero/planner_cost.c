@@ -383,22 +383,31 @@ static held cost_held_by(const dc__planner *p, const dc__shape *x, int64_t rank)
   return h;
 }
 
-/* Of gradients or parameters over the ranks that hold the same: dense ones over dp, experts over dp / ep. */
+/* The ranks that hold the same parameters, experts too: gradients are reduced and states cut over these. */
+static group cost_holders(const dc__shape *x, const dc_planner_nodes *at) {
+  return cost_group_of(at, x->dp * x->sp / x->ep, x->tp * x->ep);
+}
+
 static double cost_states_collective(int what, const dc__shape *x, const dc_planner_nodes *at, held h,
                                      double bytes_each) {
-  const group dense = cost_group_of(at, x->dp, x->tp * x->sp),
-              expert = cost_group_of(at, x->dp / x->ep, x->ep * x->tp * x->sp);
-  return dc_planner_collective_s(what, at, dense.n, dense.near, dense.together, h.dense * bytes_each) +
-         (h.expert > 0
-              ? dc_planner_collective_s(what, at, expert.n, expert.near, expert.together, h.expert * bytes_each)
-              : 0);
+  const group g = cost_holders(x, at);
+  return dc_planner_collective_s(what, at, g.n, g.near, g.together, (h.dense + h.expert) * bytes_each);
+}
+
+/* Gradients (a reduce-scatter takes as long as a gather): of what is no expert's those of the ranks that share experts
+ * are summed first (docs/moe.md). */
+static double cost_reduce_time(const dc__shape *x, const dc_planner_nodes *at, held h, int64_t stage,
+                               double bytes_each) {
+  const group e = cost_group_of(at, x->ep, x->tp * x->sp);
+  return cost_states_collective(stage ? DC_ALL_GATHER : DC_ALL_REDUCE, x, at, h, bytes_each) +
+         (x->ep > 1 ? dc_planner_collective_s(DC_ALL_REDUCE, at, e.n, e.near, e.together, h.dense * bytes_each) : 0);
 }
 
 /* Gathering whole parameters from shards. A CPU node's ranks share them: only what other nodes own moves. */
 static double cost_gather_time(const dc__planner *p, const dc__shape *x, const dc_planner_nodes *at, held h,
                                int shared) {
   if (!shared) return cost_states_collective(DC_ALL_GATHER, x, at, h, p->model->item);
-  const group g = cost_group_of(at, x->dp, x->tp * x->sp);
+  const group g = cost_holders(x, at);
   const double across = g.n / g.near;
   return across > 1 ? (across - 1) / across * (h.dense + h.expert) * p->model->item * g.together / at->net_rate +
                           ceil(log2(across)) * at->net_latency
@@ -406,7 +415,7 @@ static double cost_gather_time(const dc__planner *p, const dc__shape *x, const d
 }
 
 static double cost_owned_by(const dc__shape *x, const dc_planner_layout *l, held h) {
-  return l->stage == 0 ? h.dense + h.expert : h.dense / (double)x->dp + h.expert * (double)x->ep / (double)x->dp;
+  return (h.dense + h.expert) / (l->stage == 0 ? 1 : (double)(x->dp * x->sp / x->ep));
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -416,36 +425,32 @@ typedef struct room {
 
 static int cost_states_room(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l,
                             const dc_planner_nodes *at, held h, room *out) {
-  const double parts[2] = {h.dense, h.expert};
-  const int64_t over[2] = {x->dp, x->dp / x->ep};
+  const int64_t over = x->dp * x->sp / x->ep, elems = (int64_t)ceil(h.dense + h.expert);
   const int cpu = at->device_bytes <= 0;
+  const group g = cost_holders(x, at);
+  const dc_zero_bytes_in in = {.total = elems,
+                               .shard = l->stage == 0 ? elems : (elems + over - 1) / over,
+                               .world = over,
+                               .ranks_per_node = (int64_t)g.near,
+                               .slots = 2,
+                               .bucket_elems = elems < 1 << 20 ? elems : 1 << 20,
+                               .stage = (int32_t)l->stage,
+                               .param_size = p->model->item,
+                               .grad_wire_size = p->model->wire,
+                               .master = p->model->master,
+                               .state_size = p->model->state_size,
+                               .nstates = p->model->nstates,
+                               .resident = cpu,
+                               .acc_size = (int16_t)p->model->grad};
+  dc_zero_bytes b;
   *out = (room){0};
-  for (int i = 0; i < 2; i++) {
-    if (parts[i] <= 0) continue;
-    const group g = cost_group_of(at, over[i], i ? x->ep * x->tp * x->sp : x->tp * x->sp);
-    const int64_t elems = (int64_t)ceil(parts[i]), shard = l->stage == 0 ? elems : (elems + over[i] - 1) / over[i];
-    const dc_zero_bytes_in in = {.total = elems,
-                                 .shard = shard,
-                                 .world = over[i],
-                                 .ranks_per_node = (int64_t)g.near,
-                                 .slots = 2,
-                                 .bucket_elems = elems < 1 << 20 ? elems : 1 << 20,
-                                 .stage = (int32_t)l->stage,
-                                 .param_size = p->model->item,
-                                 .grad_wire_size = p->model->wire,
-                                 .master = p->model->master,
-                                 .state_size = p->model->state_size,
-                                 .nstates = p->model->nstates,
-                                 .resident = cpu,
-                                 .acc_size = (int16_t)p->model->grad};
-    dc_zero_bytes b;
-    DC_TRY(dc_zero_estimate(&in, &b));
-    out->params += (double)b.params_private;
-    out->shared += (double)b.params_shared * (double)at->ranks / g.near; /* so many groups have a copy on the node */
-    out->grads += (double)b.grads_private;
-    out->states += (double)(b.master_private + b.states_private);
-    out->staging += (double)b.staging_shared * (cpu ? (double)at->ranks / g.near : 1 / g.near);
-  }
+  if (elems == 0) return DC_OK;
+  DC_TRY(dc_zero_estimate(&in, &b));
+  out->params = (double)b.params_private;
+  out->shared = (double)b.params_shared * (double)at->ranks / g.near; /* so many groups have a copy on the node */
+  out->grads = (double)b.grads_private;
+  out->states = (double)(b.master_private + b.states_private);
+  out->staging = (double)b.staging_shared * (cpu ? (double)at->ranks / g.near : 1 / g.near);
   return DC_OK;
 }
 
@@ -646,8 +651,8 @@ static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_
   once t = {0, 0, 0};
   /* Gradients go with each micro-batch, in a pipeline once (docs/pipeline.md). */
   const double times_a_step = x->pp > 1 ? 1 : micro;
-  if (x->dp > 1) {
-    const double reduce = cost_states_collective(l->stage ? DC_ALL_GATHER : DC_ALL_REDUCE, x, at, h, m->wire);
+  if (x->dp * x->sp > 1) {
+    const double reduce = cost_reduce_time(x, at, h, l->stage, m->wire);
     t.data = times_a_step * cost_above(reduce - m->overlap * x->backward[s]);
     if (l->stage == 1 || l->stage == 2) t.data += cost_states_collective(DC_ALL_GATHER, x, at, h, m->item);
     if (l->stage == 3 && cpu) t.data += cost_gather_time(p, x, at, h, 1);
@@ -742,7 +747,7 @@ int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout
   double busy, least;
   int64_t slowest;
   for (int64_t s = 0; s < x->pp; s++) {
-    const double gather = l->stage == 3 && x->dp > 1 && !cpu
+    const double gather = l->stage == 3 && x->dp * x->sp > 1 && !cpu
                               ? cost_gather_time(p, x, &x->at[s], cost_held_by(p, x, s), 0)
                               : 0;
     (void)cost_rank_time(p, x, l, s, &x->at[s], gather, &x->forward[s], &x->backward[s]);
@@ -754,7 +759,7 @@ int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout
     if (t.data + t.update + t.offload > most.data + most.update + most.offload) most = t;
   }
   double f, b;
-  const double gather = l->stage == 3 && x->dp > 1 && !cpu
+  const double gather = l->stage == 3 && x->dp * x->sp > 1 && !cpu
                             ? cost_gather_time(p, x, &x->at[slowest], cost_held_by(p, x, slowest), 0)
                             : 0;
   const parts t = cost_rank_time(p, x, l, slowest, &x->at[slowest], gather, &f, &b);

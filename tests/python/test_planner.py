@@ -176,6 +176,23 @@ def test_links_decide_where_axes_lie():
     assert far.cost.tensor > 5 * near.cost.tensor
 
 
+def test_states_are_cut_over_the_ranks_that_hold_the_same():
+    """As a run cuts them (plan/mesh.py, holders): over data x sequence ranks, with experts over ranks a part of them."""
+
+    def states(case, **layout) -> float:
+        return price(case, Layout(micro=1, recompute=True, **layout)).stages()[0][0].states_bytes
+
+    dense, mixture = (case_of(cluster({**A100, "count": 1}), NAMED[n], 8) for n in ("gpt3-6.7b", "mixtral-8x7b"))
+    for stage in range(4):
+        assert states(dense, dp=4, sp=2, accumulation=2, stage=stage) == states(dense, dp=8, stage=stage)
+    assert states(mixture, dp=8, ep=8, stage=1) == states(mixture, dp=8, ep=8, stage=0)  # no two hold the same
+    assert states(mixture, dp=8, ep=4, stage=1) < 0.6 * states(mixture, dp=8, ep=4, stage=0)
+    alone = price(dense, Layout(dp=1, sp=8, micro=1, accumulation=8)).cost
+    assert alone.data > 0, "ranks of a sequence have gradients of their own to sum"
+    # what is no expert's is summed over the ranks that share experts as well
+    assert price(mixture, Layout(dp=8, ep=8, micro=1, stage=1)).cost.data > 0
+
+
 def test_unequal_nodes_get_work_in_proportion():
     nodes = [{**A100, "count": 1}, {"type": "v100-32gb", "ranks": 8, "memory": {"host": "1 TiB"}}]
     case = case_of(cluster(*nodes), NAMED["gpt3-6.7b"], 96, "fp16")

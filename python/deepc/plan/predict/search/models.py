@@ -120,7 +120,7 @@ class Model:
             "saved_whole": 4 * s * h,
             "saved": s * (2 * h + 2 * kv + through * wide * f) + 2.5 * scores,
             "output": s * h,
-            "tp_elems": 2 * s * h,
+            "tp_elems": (1 + through) * s * h,  # of experts, each token's rows
             "tp_calls": 2,
             "sp_elems": s * (2 * h + 2 * kv),
             "ep_elems": 2 * self.top * s * h if self.experts else 0,
