@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from . import checkpoint, offload, optim, zero  # noqa: F401
     from .comm.start import init_distributed
     from .compat.helpers import safe as utils
-    from .engine.build import OptimizerLike
+    from .engine.assembly import OptimizerLike
     from .engine.data import TimedLoader
     from .engine.engine import Engine
     from .engine.serve.export import export
@@ -213,11 +213,11 @@ def initialize(
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong
     configuration, OutOfMemoryError before anything is allocated if the plan does not fit."""
     from . import observe
-    from .engine import build
+    from .engine import assembly
     from .engine.engine import Engine
     from .engine.pipelined import PipelineEngine
 
-    return build.initialize(
+    return assembly.initialize(
         Engine,
         PipelineEngine,
         watchers=(observe.watch,),

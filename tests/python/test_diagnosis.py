@@ -441,7 +441,7 @@ def test_a_rank_that_leaves_a_call_out_is_told_on_every_rank(mistake, stage, tmp
 def open_an_engine_alone(rank, world, peer):
     """The driver: rank 0 opens an engine, and rank 1 does what `peer` says. What each rank raised."""
     import deepc
-    import deepc.engine.build  # once, and not in each child, which would take long on a loaded machine
+    import deepc.engine.assembly  # once, and not in each child, which would take long on a loaded machine
     from deepc.errors import CommError
     from tiny import TinyGPT
 

@@ -385,7 +385,7 @@ class Standing(nn.Module):
 
 def _connected_how_often(rank, world):
     import deepc
-    from deepc.engine import build
+    from deepc.engine.assembly import shares
     from deepc.parallel.expert import spread
 
     calls = collections.Counter()
@@ -398,7 +398,7 @@ def _connected_how_often(rank, world):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (spread, build):
+        for module in (spread, shares):
             for name in ("refuse_experts", "connect"):
                 patch.setattr(module, name, counted(name, getattr(module, name)))
         config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": SGD}

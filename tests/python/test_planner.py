@@ -177,7 +177,7 @@ def test_links_decide_where_axes_lie():
 
 
 def test_states_are_cut_over_the_ranks_that_hold_the_same():
-    """As a run cuts them (plan/mesh.py, holders): over data x sequence ranks, with experts over ranks a part of them."""
+    """As a run cuts them (plan/mesh.py, holders): over data x sequence ranks, with experts a part of them."""
 
     def states(case, **layout) -> float:
         return price(case, Layout(micro=1, recompute=True, **layout)).stages()[0][0].states_bytes

@@ -1,6 +1,6 @@
 """What an engine is made of, and what scripts ask about it.
 
-The parts are made by build.py and used by the loop (engine.py) and by what reads and writes them (access, averages,
+The parts are made by assembly/ and used by the loop (engine.py) and by what reads and writes them (access, averages,
 saving, policy), which therefore need not import the loop. The questions are one line each, under DeepSpeed's names
 where it has them."""
 
@@ -130,7 +130,7 @@ class Policy(Protocol):
 
 
 class EngineBase(ModelWrapper):
-    """The parts, in the order in which build.py makes them."""
+    """The parts, in the order in which assembly/ makes them."""
 
     module: torch.nn.Module
     _config: Config

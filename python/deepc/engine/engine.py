@@ -1,6 +1,6 @@
 """The loop: `loss = engine(x); engine.backward(loss); engine.step()`, and what else is done with an engine.
 
-It is wired in build.py, its parts and what scripts ask about them are in base.py, what differs between kinds of
+It is wired in assembly/, its parts and what scripts ask about them are in base.py, what differs between kinds of
 training is in policy/. It decides nothing that the plan has decided."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..core.foreign import private
 from ..errors import ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
 from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures
-from . import build
+from . import assembly
 from .base import EngineBase, StepResult, say
 from .states import access
 
@@ -37,9 +37,9 @@ class Engine(EngineBase):
     def __init__(
         self, model: torch.nn.Module, config: Config, *, watchers: Sequence[Watcher] = (), **given: Any
     ) -> None:
-        """given: the fields of build.Given. Collective."""
+        """given: the fields of assembly.Given. Collective."""
         super().__init__()
-        self._undo = build.assemble(self, model, config, watchers, build.Given(**given))
+        self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and

@@ -1,7 +1,7 @@
 """The one seam between the loop and all that watches it: the log line, run folders, timelines, timers, profilers.
 
 An engine tells its listeners when something begins and when it has ended; they are added from outside (the top-level
-package hands their makers to engine/build.py), and no method of an engine is ever wrapped. Without listeners telling
+package hands their makers to engine/assembly/), and no method of an engine is ever wrapped. Without listeners telling
 costs a loop over an empty tuple.
 
 | name | `what` at its begin | `what` at its end |

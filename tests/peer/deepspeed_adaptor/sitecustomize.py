@@ -48,7 +48,7 @@ CONSTANTS = {"MIN_SWAPPABLE_BYTES": 2**20}  # private ones that the suite sizes 
 PRELOADED = [  # what every worker would import for itself; what is not installed is passed over
     "torch",
     "deepc.compat.runtime.engine",
-    "deepc.engine.build",
+    "deepc.engine.assembly",
     "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",

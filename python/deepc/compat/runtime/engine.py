@@ -16,7 +16,7 @@ import torch
 
 from ...core.foreign import private
 from ...core.ops import torch_dtype
-from ...engine import build, pipelined
+from ...engine import assembly, pipelined
 from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
 from ...errors import ArgumentError, CheckpointError, MisuseError, UnsupportedError
@@ -552,7 +552,7 @@ def initialize(
     models.leave_earlier(model, optimizer, given)
     given = models.with_own_precision(model, given)
     models.mark_leaves(model, given)
-    made = build.initialize(
+    made = assembly.initialize(
         DeepSpeedEngine,
         PipelineEngine,
         watchers=(watch,),

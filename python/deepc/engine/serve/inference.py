@@ -170,7 +170,7 @@ class _Builder:
 
     def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
         """The weights on disk: what ZeRO-3 does in training with parameters there, without training."""
-        from ..build import initialize
+        from ..assembly import initialize
         from ..engine import Engine
 
         if self.dtype not in _ON_DISK:
