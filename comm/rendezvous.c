@@ -125,9 +125,8 @@ static int rdv_recv(int sock, rdv_msg *m, rdv_fds *f) {
   f->n = 0;
   memset(m, 0, sizeof *m);
   ssize_t n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  if (n < 0 &&
-      errno == ECONNRESET) /* told once, where it closed with something of ours unread; what it sent is there */
-    n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  /* told once, where the other end closed with something of ours unread: what it had sent is there */
+  if (n < 0 && errno == ECONNRESET) n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (n < 0) return errno == EAGAIN || errno == EINTR ? RECV_AGAIN : RECV_CLOSED;
   for (struct cmsghdr *cm = CMSG_FIRSTHDR(&h); cm; cm = CMSG_NXTHDR(&h, cm)) {
     if (cm->cmsg_level != SOL_SOCKET || cm->cmsg_type != SCM_RIGHTS) continue;
@@ -279,6 +278,11 @@ static int rdv_welcome(rdv_joining *j, int sock, const rdv_msg *m, int pidfd) {
   return dc__peer_take(m->process, pidfd, &j->c->pidfd[m->rank]);
 }
 
+/* Whether what was received is a rank's hello, with or without its descriptors. */
+static bool rdv_is_hello(const rdv_joining *j, int got, const rdv_msg *m) {
+  return (got == RECV_OK || got == RECV_NO_FDS) && m->kind == MSG_HELLO && rdv_same_secret(m->secret, j->secret);
+}
+
 /* Reads one pending connection. A stranger is dropped without a word; a rank with other settings ends the joining for
  * all. */
 static int rdv_hear(rdv_joining *j, int i) {
@@ -288,8 +292,7 @@ static int rdv_hear(rdv_joining *j, int i) {
   int got = rdv_recv(sock, &m, &f);
   if (got == RECV_AGAIN) return DC_OK;
   j->pending[i] = j->pending[--j->npending];
-  const bool ours = (got == RECV_OK || got == RECV_NO_FDS) && m.kind == MSG_HELLO &&
-                    rdv_same_secret(m.secret, j->secret);
+  const bool ours = rdv_is_hello(j, got, &m);
   if (!ours || got == RECV_NO_FDS) {
     rdv_fds_close(&f);
     close(sock);
@@ -449,9 +452,7 @@ static void rdv_tell_unheard(rdv_joining *j, const rdv_msg *no) {
     rdv_fds f;
     int got = rdv_recv(j->pending[i], &m, &f);
     rdv_fds_close(&f);
-    const bool ours = (got == RECV_OK || got == RECV_NO_FDS) && m.kind == MSG_HELLO &&
-                      rdv_same_secret(m.secret, j->secret);
-    if (ours || got == RECV_AGAIN) rdv_tell(j->pending[i], no, NULL, 0, j->deadline_ns);
+    if (got == RECV_AGAIN || rdv_is_hello(j, got, &m)) rdv_tell(j->pending[i], no, NULL, 0, j->deadline_ns);
   }
 }
 

@@ -181,6 +181,9 @@ static double cost_collective(int what, const dc_planner_nodes *at, group g, dou
   return calls > 0 ? calls * dc_planner_collective_s(what, at, g.n, g.near, g.together, bytes / calls) : 0;
 }
 
+/* The ranks that share a model's experts: neighbours among those of the data and the sequence axis (plan/mesh.py). */
+static group cost_sharers(const dc__shape *x, const dc_planner_nodes *at) { return cost_group_of(at, x->ep, x->tp); }
+
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
 typedef struct times {
   double compute, tensor, sequence, expert;
@@ -203,7 +206,7 @@ static times cost_layers_time(const dc__planner *p, const dc__shape *x, const dc
   t.sequence = x->sp > 1 ? cost_collective(DC_ALL_TO_ALL, at, cost_group_of(at, x->sp, x->tp), 4 * s->block,
                                            s->sp_elems * micro / cut * item)
                          : 0;
-  t.expert = x->ep > 1 ? cost_collective(DC_ALL_TO_ALL, at, cost_group_of(at, x->ep, x->tp * x->sp),
+  t.expert = x->ep > 1 ? cost_collective(DC_ALL_TO_ALL, at, cost_sharers(x, at),
                                          s->expert_params > 0 ? 2 * s->block : 0, s->ep_elems * micro / sp * item)
                        : 0;
   return t;
@@ -398,7 +401,7 @@ static double cost_states_collective(int what, const dc__shape *x, const dc_plan
  * are summed first (docs/moe.md). */
 static double cost_reduce_time(const dc__shape *x, const dc_planner_nodes *at, held h, int64_t stage,
                                double bytes_each) {
-  const group e = cost_group_of(at, x->ep, x->tp * x->sp);
+  const group e = cost_sharers(x, at);
   return cost_states_collective(stage ? DC_ALL_GATHER : DC_ALL_REDUCE, x, at, h, bytes_each) +
          (x->ep > 1 ? dc_planner_collective_s(DC_ALL_REDUCE, at, e.n, e.near, e.together, h.dense * bytes_each) : 0);
 }
@@ -420,7 +423,7 @@ static double cost_owned_by(const dc__shape *x, const dc_planner_layout *l, held
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 typedef struct room {
-  double params, shared, grads, states, staging, total_states; /* total_states: with everything that may be offloaded */
+  double params, shared, grads, states, staging;
 } room;
 
 static int cost_states_room(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l,

@@ -67,6 +67,24 @@ def plain(
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+def clipped(model: Any, optimizer: Any, next_loss: Callable[[], torch.Tensor], micro: int, steps: int, clip: float):
+    """(losses, norms before clipping, {name: gradient of the first step before clipping}) of steps of `micro` losses
+    each, of which the mean is trained."""
+    losses, norms, grads = [], [], {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(micro):
+            loss = next_loss() / micro
+            loss.backward()
+            total += float(loss.detach())
+        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, grads
+
+
 def config(stage: int, optimizer: str = "AdamW", gas: int = 1, **extra) -> dict:
     params = dict(OPTIMIZERS[optimizer])
     return {

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from plainly import batch_loss, first_gradients
+from plainly import batch_loss, clipped, first_gradients
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -90,20 +90,7 @@ def _by_torch(rank, world, family, heads):
     """(losses, norms before clipping, {name: gradient of the first step before clipping})."""
     model, data = model_of(family, heads), micro_batches(heads)
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    losses, norms, grads = [], [], {}
-    count = SIZES[heads][1]
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for _ in range(count):
-            loss = loss_in(model(**next(data))) / count
-            loss.backward()
-            total += float(loss.detach())
-        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(total)
-    return losses, norms, grads
+    return clipped(model, optimizer, lambda: loss_in(model(**next(data))), SIZES[heads][1], STEPS, CLIP)
 
 
 @functools.cache

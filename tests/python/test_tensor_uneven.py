@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from plainly import batch_loss, first_gradients
+from plainly import batch_loss, clipped, first_gradients
 from ranks import run_ranks as _run_ranks
 
 VOCABULARY, POSITIONS, SAMPLES, MICRO, STEPS, CLIP = 61, 9, 4, 2, 3, 0.5
@@ -50,19 +50,7 @@ def micro_batches(replica=0, replicas=1):
 def by_torch(model, steps=STEPS):
     """(losses, norms before clipping, {name: gradient of the first step before clipping}); trains `model`."""
     optimizer, data = torch.optim.SGD(model.parameters(), **SGD["params"]), micro_batches()
-    losses, norms, grads = [], [], {}
-    for _ in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for _ in range(MICRO):
-            loss = model(**next(data)).loss / MICRO
-            loss.backward()
-            total += float(loss.detach())
-        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(total)
-    return losses, norms, grads
+    return clipped(model, optimizer, lambda: model(**next(data)).loss, MICRO, steps, CLIP)
 
 
 def engine_of(model, mesh, stage, **config):

@@ -173,6 +173,12 @@ def over(
     return out
 
 
+def _own_words(ids: torch.Tensor, rank: int, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers among the `each` words that a tensor-parallel rank has, 0 for others'; which are its own)."""
+    here = (ids >= rank * each) & (ids < (rank + 1) * each)
+    return torch.where(here, ids - rank * each, torch.zeros_like(ids)), here
+
+
 def embedded(cell: Cell, ranks: Sequence[Weights], ids: torch.Tensor, traffic: Traffic) -> list[torch.Tensor]:
     """The embedding's output on each rank, whose words are a slice of the vocabulary. ids: [replicas, samples,
     positions]."""
@@ -180,9 +186,7 @@ def embedded(cell: Cell, ranks: Sequence[Weights], ids: torch.Tensor, traffic: T
     for place, group in enumerate(cell.tensor_groups()):
         mine, found = cell.positions(ids, place), []
         for t, i in enumerate(group):
-            each = ranks[i]["tokens"].shape[0]
-            here = (mine >= t * each) & (mine < (t + 1) * each)
-            local = torch.where(here, mine - t * each, torch.zeros_like(mine))
+            local, here = _own_words(mine, t, ranks[i]["tokens"].shape[0])
             found.append(F.embedding(local, ranks[i]["tokens"]) * here.unsqueeze(-1))
         part = place % cell.sp
         out += [x + ranks[i]["places"].chunk(cell.sp)[part] for x, i in zip(summed(traffic, found), group)]
@@ -307,9 +311,7 @@ def losses(
         sums = summed(traffic, [z.exp().sum(-1) for z in shifted])
         targets = []
         for t, z in enumerate(shifted):
-            each = z.shape[-1]
-            here = (mine >= t * each) & (mine < (t + 1) * each)
-            local = torch.where(here, mine - t * each, torch.zeros_like(mine))
+            local, here = _own_words(mine, t, z.shape[-1])
             targets.append(z.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here)
         found += [(total.log() - t).mean() for total, t in zip(sums, summed(traffic, targets))]
     return [loss + BALANCE * b for loss, b in zip(found, balance)]
