@@ -105,12 +105,6 @@ KNOWN = [
         "batches that differ: the same exception, with a text that says which rank's",
     ),
     Known(
-        "TestMOETensorParallel::test",
-        "no parameter of",
-        "on purpose",
-        "an mpu with model-parallel ranks and a model without cut parameters is an error",
-    ),
-    Known(
         "test_qwen2_(tp_plan_with_uneven_vocab|tied_lm_head)",
         r"weight.shape ==",
         "on purpose",

@@ -339,7 +339,9 @@ def _mpu(rank, world, folder):
     engine.destroy()
     told = []
     if mpu is not None:
-        for given, more in ((Plain(), {}), (Cut(Plain(), mpu), {"tensor_parallel": {"autotp_size": 1}})):
+        seeded = Plain()
+        seeded.down.data[0, 0] += rank % 2
+        for given, more in ((seeded, {}), (Cut(Plain(), mpu), {"tensor_parallel": {"autotp_size": 1}})):
             with pytest.raises((ArgumentError, ConfigError)) as caught:
                 deepc.initialize(model=given, config={**config, **more}, mpu=mpu)
             told.append(str(caught.value))
@@ -357,13 +359,69 @@ def _mpu(rank, world, folder):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_model_that_megatrons_layers_have_cut(world, tmp_path):
     ((want, norms, _),) = run_ranks(_mpu, 1, str(tmp_path / "one"))
-    wants = ["no parameter of Plain says that it is cut", "mpu has 2 model-parallel ranks", "object lacks get_model"]
+    wants = [
+        "no parameter of Plain says that it is cut, but down differs between the ranks 0 and 1",
+        "mpu has 2 model-parallel ranks",
+        "object lacks get_model",
+    ]
     wants += ["ranks that share tensors are neighbours"] * (world > 2)
     for weights, got, told in run_ranks(_mpu, world, str(tmp_path / "cut")):
         assert got == pytest.approx(norms, rel=1e-5)
         for name, value in weights.items():
             near(value, want[name], name)
         assert all(w in text for w, text in zip(wants, told, strict=True)), told
+
+
+def _replicas(rank, world, stage, shards):
+    """Losses and weights of a model without marks; the errors of one whose shards are equal at first."""
+    import deepc
+    from deepc.errors import MisuseError
+
+    deepc.init_distributed()
+    mpu = Mpu(2) if world > 1 else None
+    model = Plain()
+    if shards:  # Megatron's layers without their marks, and the same numbers on both ranks
+        model = Cut(model, mpu)
+        for name, dim in (("up", 0), ("down", 1)):
+            p = nn.Parameter(getattr(Plain(), name).detach().chunk(2, dim)[0].clone())
+            setattr(model, name, p)
+        model.forward = lambda x: Cut.forward(model, x * 1.0) * (1 + mpu.get_model_parallel_rank() * model.up[0, 0])
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = deepc.initialize(model=model, config=config, mpu=mpu)
+    draw = torch.Generator().manual_seed(7)
+    told, norms = "", []
+    for _ in range(3):
+        x = torch.randn(4, 6, generator=draw)
+        if shards and norms:
+            with pytest.raises(MisuseError) as caught:
+                engine(x)
+            told = str(caught.value)
+            break
+        engine.backward(engine(x))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    weights = {n: deepc.view(p).fp32 for n, p in model.named_parameters()}
+    engine.destroy()
+    return weights, norms, told
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.full)])
+def test_a_model_without_marks_is_taken_as_replicas_where_ranks_have_equal_bits(stage):
+    ((want, norms, _),) = run_ranks(_replicas, 1, stage, False)
+    for weights, got, _ in run_ranks(_replicas, 2, stage, False):
+        assert got == pytest.approx(norms, rel=1e-5)  # everything counts once
+        for name, value in weights.items():
+            near(value, want[name], name)
+
+
+def test_shards_without_marks_that_begin_equal_are_found_after_the_first_step():
+    for _, _, told in run_ranks(_replicas, 2, 0, True):
+        assert "after 1 step differs between model-parallel ranks 0 and 1" in told and "tensor_model_parallel" in told
 
 
 # ---- states on disk --------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class EngineBase(ModelWrapper):
     events: Events
     mesh: Mesh  # of all ranks
     unequal_batches: Callable[[Any], None] | None = None  # called with the first batch of tensor-parallel ranks
+    unequal_replicas: Callable[[int], None] | None = None  # called with the steps so far, before a forward
     group: Group  # the ranks that hold the same part of the model: data and sequence parallelism, the same experts
     part: Part | None  # of a pipeline: what of the model is here
     everyone: Group  # all ranks that share the model

@@ -57,6 +57,8 @@ class Engine(EngineBase):
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
             self.unequal_batches = None
+        if self.unequal_replicas is not None and torch.is_grad_enabled():
+            self.unequal_replicas(self.global_steps)
         if self.curriculum.scheduler is not None and self.module.training:
             inputs, kwargs = self.curriculum.forward(self.global_steps + 1, inputs, kwargs)
         self.events.begin("forward", (inputs, kwargs))

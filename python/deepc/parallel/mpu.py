@@ -1,11 +1,15 @@
 """`initialize(mpu=)`: an object with Megatron-LM's questions about who shares a model, get_{model,data}_parallel_{rank,
 group,world_size}(), whose layers have cut the model already. It is asked once: the ranks must stand as deepc's mesh has
 them (tensor-parallel ranks next to each other), and parameters that say how they are cut (`tensor_model_parallel`,
-`partition_dim`, `partition_stride`) get a Cut, by which norms count and checkpoints know the whole."""
+`partition_dim`, `partition_stride`) get a Cut, by which norms count and checkpoints know the whole.
+
+A model none of whose parameters says so is taken if the ranks that share it have equal bits: replicas. Shards that say
+nothing may begin equal as well (equal seeds), so the ranks compare again while they train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +17,12 @@ import torch.distributed as dist
 
 from ..config.source import read
 from ..config.tree import Config
-from ..errors import ArgumentError, ConfigError, UnsupportedError
+from ..core.lib import C
+from ..errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
 from ..plan.mesh import Mesh
+from ..zero.parameters.gathered import is_zero_param
 from .tensor.cut import Cut, cuts_of
+from .tensor.group import TensorGroup
 
 _TENSOR = ("tensor_model", "slice", "model")  # Megatron's name, that of DeepSpeed's grids, and the old one of both
 _STAGES = ("pipeline_model", "pipe")
@@ -29,12 +36,12 @@ def _ask(mpu: Any, kinds: tuple[str, ...], what: str) -> Any:
     return None
 
 
-def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
-    """The configuration with mpu's number of tensor-parallel ranks, and the model with the cuts that its parameters
-    tell of. ArgumentError, ConfigError where they contradict each other."""
+def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> tuple[Any, bool]:
+    """(the configuration with mpu's number of tensor-parallel ranks, whether these hold replicas), and the model with
+    the cuts that its parameters tell of. ArgumentError, ConfigError where they contradict each other. Collective."""
     source, sequence = _with_sequences(source, mpu)
     if sequence > 1 and _ask(mpu, ("data",), "world_size") is None:
-        return source  # DeepSpeed's parallel_state_sp: of sequences alone, under the names of models
+        return source, False  # DeepSpeed's parallel_state_sp: of sequences alone, under the names of models
     size = _ask(mpu, _TENSOR, "world_size")
     if size is None or _ask(mpu, ("data",), "world_size") is None:
         raise ArgumentError(
@@ -51,15 +58,86 @@ def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
             " them equal, or leave the key out"
         )
     if size == 1:
-        return source
+        return source, False
     _take_cuts(model, size, _ask(mpu, _TENSOR, "rank"))
-    if "autotp_size" not in section and not cuts_of(model):
-        raise ArgumentError(
-            f"initialize(mpu=...) has {size} model-parallel ranks, and no parameter of {type(model).__name__} says that"
-            " it is cut (tensor_model_parallel and partition_dim, as Megatron-LM's layers have them); set"
-            " tensor_parallel.autotp_size, and deepc cuts the model"
-        )
-    return {**raw, "tensor_parallel": {**section, "autotp_size": size}}
+    replicas = "autotp_size" not in section and not cuts_of(model)
+    section = {**section, "autotp_size": size}
+    if replicas:
+        told = f"initialize(mpu=...) has {size} model-parallel ranks, and no parameter of {type(model).__name__} says"
+        _refuse_shards(model, _ask(mpu, _TENSOR, "group"), f"{told} that it is cut")
+        if rest := _beside_cut_experts(model):
+            specs = [{"patterns": rest, "partition_type": "skip"}]
+            section.setdefault("partition_config", {"use_default_specs": False, "layer_specs": specs})
+    return {**raw, "tensor_parallel": section}, replicas
+
+
+_FIX = (
+    "set tensor_model_parallel = True and partition_dim on every parameter that is cut, as Megatron-LM's layers do; set"
+    " tensor_parallel.autotp_size, and deepc cuts the model; or make replicas with equal seeds on these ranks"
+)
+
+
+def _refuse_shards(model: torch.nn.Module, group: Any, told: str) -> None:
+    """ArgumentError, on all ranks, unless the ranks of each model-parallel group have equal parameters. Collective over
+    all ranks."""
+    ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
+    named = [(n, p) for n, p in model.named_parameters() if not is_zero_param(p)]  # of these a node has one
+    rows = {n: (tuple(p.shape), str(p.dtype), w) for (n, p), w in zip(named, _checksums(p for _, p in named))}
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, (ranks, rows))
+    for ranks, first in given:
+        if ranks is None:
+            raise ArgumentError(f"{told}, and its get_model_parallel_group() is no process group; {_FIX}")
+        for other in ranks[1:]:
+            rows, first = given[other][1], given[ranks[0]][1]
+            if rows == first:
+                continue
+            name = next(n for n in (*first, *rows) if first.get(n) != rows.get(n))
+            what = [f"shape {r[name][0]}" if name in r else "no such parameter" for r in (first, rows)]
+            raise ArgumentError(
+                f"{told}, but {name} differs between the ranks {ranks[0]} and {other}, which share the model"
+                f" ({what[0]} and {what[1]}): it is a shard or has another seed; {_FIX}"
+            )
+
+
+def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    flat = [t.detach().cpu().contiguous() for t in tensors]
+    return [C.dc_crc32c(0, t.data_ptr(), t.numel() * t.element_size()) if t.numel() else 0 for t in flat]
+
+
+def _beside_cut_experts(model: torch.nn.Module) -> list[str]:
+    """Patterns of all that is not to be cut where layers ask for experts that are; empty: none asks."""
+    from .expert.linears import kinds_of_linears
+
+    cut = {n for n, kind in kinds_of_linears(model, lambda name: False).items() if kind != "skip"}
+    rest = [n for n, _ in model.named_modules() if n and n not in cut] if cut else []
+    return [f"{re.escape(n)}(\\.weight|\\.bias)?$" for n in rest]
+
+
+def compare_again(
+    group: TensorGroup, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+) -> Callable[[int], None]:
+    """What an engine calls with its number of steps before a forward: after 1, 2, 4, 8, ... steps it compares the
+    replicas. MisuseError on the ranks that share a model. Collective over the group."""
+    due = 1
+
+    def look(steps: int) -> None:
+        nonlocal due
+        if steps < due:
+            return
+        due = 1 << steps.bit_length()
+        named = list(parameters())
+        told = group.gather(torch.tensor([_checksums(t for _, t in named)]), 0, (1,) * group.size)
+        for rank, words in enumerate(told.unbind()):
+            if not torch.equal(words, told[0]):
+                name = named[int((words != told[0]).nonzero()[0])][0]
+                raise MisuseError(
+                    f"initialize(mpu=...): {name} was equal on the ranks that share the model, and after {steps}"
+                    f" step{'s' * (steps != 1)} differs between model-parallel ranks 0 and {rank}: it is a shard that"
+                    f" does not say so, or these ranks computed different gradients; {_FIX}"
+                )
+
+    return look
 
 
 def _with_sequences(source: Any, mpu: Any) -> tuple[Any, int]:

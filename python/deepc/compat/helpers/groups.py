@@ -17,6 +17,7 @@ from .comm import get_rank, get_world_size
 from .parallel import sequence_state
 
 _mesh = Mesh()  # of the last engine
+_experts_cut = False  # whether its experts are cut over tensor-parallel ranks
 _replicas: dict[Any, Any] = {}  # ranks -> their group, in the default group of `_replicas_of`
 _replicas_of: Any = None
 _alone: Any = None
@@ -37,10 +38,10 @@ def _only_me() -> Any:
     return _alone
 
 
-def engine_has(mesh: Mesh) -> None:
+def engine_has(mesh: Mesh, experts_cut: bool = False) -> None:
     """Of the engine that was made now."""
-    global _mesh
-    _mesh = mesh
+    global _mesh, _experts_cut
+    _mesh, _experts_cut = mesh, experts_cut
 
 
 def _known() -> bool:
@@ -140,8 +141,8 @@ def get_tensor_model_parallel_rank() -> int:
     return _mesh.coordinates(get_rank()).tp if _cut() else 0
 
 
-def _one() -> int:
-    return 1
+def _get_expert_model_parallel_world_size() -> int:
+    return _mesh.tp if _experts_cut and _cut() else 1
 
 
 def _get_broadcast_src_rank() -> int:
@@ -153,7 +154,6 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_group = get_tensor_model_parallel_group
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
-_get_expert_model_parallel_world_size = _one
 get_model_parallel_rank = get_tensor_model_parallel_rank
 
 

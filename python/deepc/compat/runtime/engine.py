@@ -567,7 +567,8 @@ def initialize(
         collate_fn=collate_fn,
         config=given,
     )
-    groups.engine_has(made[0].mesh)
+    experts_cut = any(getattr(m, "enable_expert_tensor_parallelism", False) for m in made[0].module.modules())
+    groups.engine_has(made[0].mesh, experts_cut)
     if made[0].mesh.tp > 1:
         layers.set_autotp_mode(training=True)
         layers.mark(made[0].module)

@@ -26,14 +26,17 @@ from ...parallel.expert.spread import (
     spread_parameters,
 )
 from ...parallel.judged import Parts
+from ...parallel.mpu import compare_again
 from ...parallel.pipeline.layers import PipelineModule, mesh_of
 from ...parallel.tensor.cut import cuts_of
 from ...parallel.tensor.group import refuse_unequal, tensor_group
+from ...parallel.tensor.random import same_state
 from ...plan.mesh import Mesh
 from ...zero.step.across.sharers import Sharers
 from ...zero.step.update import ACROSS
 from ...zero.tiers.agree import together
 from ..base import EngineBase
+from ..states.access import _Access
 
 if TYPE_CHECKING:
     from ...parallel.pipeline.part import Part
@@ -77,8 +80,17 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any], devic
     return CutModel(model, mesh, order, given.get("sample_batch"), loss_fn)
 
 
-def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
-    """Tensor parallelism: the model becomes this rank's shard of itself, unless it is one. Collective."""
+def keep_comparing(engine: EngineBase) -> None:
+    """The ranks that share the model hold replicas of what is not cut, as initialize(mpu=) has found: forward goes on
+    looking."""
+    named = [(n, p) for n, p in zip(engine.state.names, engine.state.trained) if id(p) not in engine.cuts]
+    group = tensor_group(engine.mesh)
+    engine.unequal_replicas = compare_again(group, lambda: ((n, _Access(engine, p).local_fp32()) for n, p in named))
+
+
+def cut_as_asked(model: torch.nn.Module, config: Config, replicas: bool = False) -> None:
+    """Tensor parallelism: the model becomes this rank's shard of itself, unless it is one. replicas: nothing but
+    experts that ask for it is cut. Collective."""
     asked = config.tensor_parallel
     if (asked.autotp_size or 1) == 1 or cuts_of(model):
         return
@@ -88,6 +100,16 @@ def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
 
     stages = model.mesh.pp if isinstance(model, PipelineModule) else config.pipeline.stages or 1
     mesh = mesh_asked(config, stages)
+    if replicas and stages > 1:
+        raise UnsupportedError(
+            "initialize(mpu=...) of a pipeline has several model-parallel ranks, and no parameter says that it is cut"
+            " (tensor_model_parallel and partition_dim); set tensor_parallel.autotp_size, and deepc cuts the model"
+        )
+    if replicas and asked.partition_config is None:
+        same_state(tensor_group(mesh))
+        if dist.get_rank() == 0:
+            logger.info("initialize(mpu=): nothing is cut; the %d ranks of a model hold replicas", mesh.tp)
+        return
     if not isinstance(model, PipelineModule) and stages > 1:
         from ...parallel.pipeline.cutting.model import take_from_firsts
 

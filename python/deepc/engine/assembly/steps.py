@@ -52,6 +52,7 @@ from .shares import (
     check_stages,
     cut_as_asked,
     join_group,
+    keep_comparing,
     mesh_asked,
     part_of,
     ranks_to_share,
@@ -128,15 +129,16 @@ def initialize(
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
     source = as_noted(model, source)
+    replicas = False
     if mpu is not None:
-        source = as_mpu_says(model, source, mpu)
+        source, replicas = as_mpu_says(model, source, mpu)
     parsed = Config.load(source, world_size=ranks_to_share(model, source), device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
-    cut_as_asked(model, parsed)
+    cut_as_asked(model, parsed, replicas)
     part = part_of(model, parsed, given, device)
     if mpu is not None:
         refuse_another_order(mpu, part.mesh if part is not None else mesh_asked(parsed, 1))
@@ -144,6 +146,8 @@ def initialize(
     if made is None:
         raise UnsupportedError("a PipelineModule is trained and evaluated (deepc.initialize, engine.eval_batch) only")
     engine = made(model, parsed, watchers=watchers, device=device, part=part, **given)
+    if replicas:
+        keep_comparing(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
