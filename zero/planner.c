@@ -109,8 +109,8 @@ static int planner_visit_sizes(search *s) {
         l.dp = n / (l.pp * l.tp * l.sp);
         if (!planner_allows(s->space->dp, l.dp)) continue;
         const int64_t experts = s->p.model->experts > 0 ? s->p.model->experts : 1;
-        for (l.ep = 1; l.ep <= l.dp && l.ep <= experts; l.ep++) {
-          if (l.dp % l.ep || experts % l.ep || !planner_allows(s->space->ep, l.ep)) continue;
+        for (l.ep = 1; l.ep <= l.dp * l.sp && l.ep <= experts; l.ep++) {
+          if (l.dp * l.sp % l.ep || experts % l.ep || !planner_allows(s->space->ep, l.ep)) continue;
           DC_TRY(planner_visit_schedules(s, &l));
         }
       }

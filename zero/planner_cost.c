@@ -251,9 +251,9 @@ int dc__shape_check(const dc__planner *p, const dc_planner_layout *l) {
                    (long long)m->kv_heads, (long long)l->tp, (long long)l->sp);
   if (m->seq % l->sp)
     return DC_FAIL(DC_E_INVALID, "sequences of %lld can't be cut into sp %lld", (long long)m->seq, (long long)l->sp);
-  if (l->ep > 1 && (m->experts < 1 || m->experts % l->ep || l->dp % l->ep))
-    return DC_FAIL(DC_E_INVALID, "ep %lld must divide the %lld experts and dp %lld", (long long)l->ep,
-                   (long long)m->experts, (long long)l->dp);
+  if (l->ep > 1 && (m->experts < 1 || m->experts % l->ep || l->dp * l->sp % l->ep))
+    return DC_FAIL(DC_E_INVALID, "ep %lld must divide the %lld experts and dp %lld x sp %lld", (long long)l->ep,
+                   (long long)m->experts, (long long)l->dp, (long long)l->sp);
   if (l->stage < 0 || l->stage > 3 || l->offload < 0 || l->offload > DC_OFFLOAD_PARAMS || l->recompute < 0 ||
       l->recompute > 1 || l->schedule < 0 || l->schedule >= DC_SCHEDULE_COUNT)
     return DC_FAIL(DC_E_INVALID, "stage %lld, offload %lld, recompute %lld or schedule %lld is none",

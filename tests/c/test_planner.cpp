@@ -192,6 +192,13 @@ TEST(planner, errors) {
   EXPECT_TRUE(refused([](auto &l) { l.stage = 4; }));
   EXPECT_TRUE(refused([](auto &l) { l.schedule = 9; }));
   EXPECT_TRUE(refused([](auto &l) { l.ep = 2; }));
+  Subject mixture(4, 1024, 16);
+  mixture.model.experts = 4;
+  dc_planner_layout spread = good; /* experts over data x sequence ranks */
+  spread.dp = spread.sp = 2, spread.ep = 4, spread.accumulation = 8;
+  EXPECT_EQ(dc_planner_cost_of(&n, 1, &mixture.model, &spread, 0, &c, nullptr, nullptr), DC_OK) << dc_last_error();
+  spread.sp = 1, spread.tp = 2;
+  EXPECT_EQ(dc_planner_cost_of(&n, 1, &mixture.model, &spread, 0, &c, nullptr, nullptr), DC_E_INVALID);
   EXPECT_TRUE(refused([](auto &l) { l.offload = DC_OFFLOAD_HOST; })); /* of stage 0 */
   EXPECT_TRUE(refused([](auto &l) { l.dp = 1, l.pp = 4, l.chunks = 2, l.accumulation = 16, l.schedule = 2; }));
   n.flops = NAN;

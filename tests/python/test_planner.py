@@ -14,6 +14,7 @@ import torch
 from deepc.cli import main
 from deepc.config.tree import Config
 from deepc.errors import ArgumentError, OutOfMemoryError
+from deepc.plan.mesh import Mesh
 from deepc.plan.predict.search import page, told
 from deepc.plan.predict.search.cluster import Cluster, quantity
 from deepc.plan.predict.search.models import NAMED, Model, model_of
@@ -191,6 +192,36 @@ def test_states_are_cut_over_the_ranks_that_hold_the_same():
     assert alone.data > 0, "ranks of a sequence have gradients of their own to sum"
     # what is no expert's is summed over the ranks that share experts as well
     assert price(mixture, Layout(dp=8, ep=8, micro=1, stage=1)).cost.data > 0
+
+
+def test_experts_are_spread_over_data_and_sequence_ranks():
+    """Over as many as plan/mesh.py allows, with what a run holds and sends there."""
+    node = {**A100, "count": 1, "link": {"bandwidth": "300 GB/s", "latency": 0}}
+    case = case_of(cluster(node), NAMED["mixtral-8x7b"], 8)
+
+    def priced(**layout):
+        return price(case, Layout(micro=1, recompute=True, accumulation=8 // layout.get("dp", 1), **layout))
+
+    def allowed(make, sizes) -> bool:
+        try:
+            make(**sizes)
+        except ArgumentError:
+            return False
+        return True
+
+    eps = [1, 2, 4, 8]
+    for dp, sp in ((8, 1), (4, 2), (2, 4), (1, 8), (2, 2), (2, 1), (1, 2)):
+        sizes = [dict(dp=dp, sp=sp, tp=8 // (dp * sp), ep=ep) for ep in eps]
+        assert [allowed(priced, s) for s in sizes] == [allowed(Mesh, s) for s in sizes] == [ep <= dp * sp for ep in eps]
+    for stage in (0, 1, 3):
+        data, both = priced(dp=8, ep=8, stage=stage), priced(dp=2, sp=4, ep=8, stage=stage)
+        assert both.stages()[0][0].states_bytes == data.stages()[0][0].states_bytes
+        # a quarter of a sample's tokens in each of four times as many micro-batches
+        assert both.cost.expert == pytest.approx(data.cost.expert, rel=1e-9) and data.cost.expert > 0
+    alone = search(case, Space(dp=1, tp=1, pp=1, sp=8))
+    assert {p.layout.ep for p in alone.best} & {2, 4, 8}, "the ranks of one sequence may share the experts"
+    with pytest.raises(ArgumentError, match="ep 8 must divide the 8 experts and dp 2 x sp 2"):
+        priced(dp=2, sp=2, tp=2, ep=8)
 
 
 def test_unequal_nodes_get_work_in_proportion():
