@@ -289,14 +289,20 @@ def run_quietly(fn: Callable, world: int, *args: Any, **options: Any) -> list[An
 
 
 @contextlib.contextmanager
-def on_nodes(rank: int, world: int, nodes: int):
-    """Groups that are opened inside see `nodes` hosts with equally many ranks."""
-    if nodes > 1:
-        os.environ["DEEPC_NODE_ID"] = f"host{rank // (world // nodes)}"
+def placed(rank: int, nodes: str):
+    """Groups that are opened inside see this rank on the node of its digit: "011" is a node of one rank and one of two.
+    Empty: where it really is."""
+    if nodes:
+        os.environ["DEEPC_NODE_ID"] = f"host{nodes[rank]}"
     try:
         yield
     finally:
         os.environ.pop("DEEPC_NODE_ID", None)
+
+
+def on_nodes(rank: int, world: int, nodes: int):
+    """Groups that are opened inside see `nodes` hosts with equally many ranks."""
+    return placed(rank, "".join(str(r // (world // nodes)) for r in range(world)) if nodes > 1 else "")
 
 
 def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> list[int | None]:

@@ -127,49 +127,65 @@ def test_what_is_asked_for_together():
 
 
 # ---- tensor-parallel ranks -------------------------------------------------------------------------------------------
-def _cut(rank, world, keys, options):
+def _cut(rank, world, keys, options, nodes="", tensor=0):
+    """nodes: of each rank a digit; tensor: ranks that share a model (0: all)."""
     import deepc
+    from ranks import placed
     from test_tensor_parallel import transformer
 
-    out = []
-    for section in ({}, keys):
-        model = transformer("gpt2", **options).train()
-        model.gradient_checkpointing_enable()
-        base = {"train_batch_size": 2, "tensor_parallel": {"autotp_size": world}, "zero_optimization": {"stage": 1}}
-        engine, *_ = deepc.initialize(
-            model=model, config=asked({**base, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}, **section)
-        )
-        losses = []
-        for step in range(3):
-            torch.manual_seed(step)
-            ids = torch.randint(0, 61, (2, 17 if step != 1 else 9))
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        stats = engine.activations.stats()
-        out.append((losses, {n: t.clone() for n, t in engine.module_state_dict().items()}, stats))
-        engine.destroy()
+    out, tensor = [], tensor or world
+    with placed(rank, nodes):
+        for section in ({}, keys):
+            model = transformer("gpt2", **options).train()
+            model.gradient_checkpointing_enable()
+            base = {
+                "train_batch_size": 2,
+                "tensor_parallel": {"autotp_size": tensor},
+                "zero_optimization": {"stage": 1},
+            }
+            engine, *_ = deepc.initialize(
+                model=model, config=asked({**base, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}, **section)
+            )
+            own, mine = 2 * tensor // world, rank // tensor
+            losses = []
+            for step in range(3):
+                torch.manual_seed(step)
+                ids = torch.randint(0, 61, (2, 17 if step != 1 else 9))[mine * own :][:own]
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            stats = engine.activations.stats()
+            out.append((losses, {n: t.clone() for n, t in engine.module_state_dict().items()}, stats))
+            engine.destroy()
     return out
 
 
+TOGETHER = dict(partition_activations=True, **CONTIGUOUS)
+
+
 @pytest.mark.parametrize(
-    ("world", "keys"),
+    ("world", "keys", "nodes", "tensor"),
     [
-        (2, dict(partition_activations=True)),
-        pytest.param(2, dict(partition_activations=True, **CONTIGUOUS), marks=pytest.mark.full),
-        pytest.param(4, dict(partition_activations=True), marks=pytest.mark.full),
+        (2, dict(partition_activations=True), "", 2),
+        pytest.param(2, TOGETHER, "", 2, marks=pytest.mark.full),
+        pytest.param(4, dict(partition_activations=True), "", 4, marks=pytest.mark.full),
+        pytest.param(2, TOGETHER, "01", 2, marks=pytest.mark.full),
+        pytest.param(4, TOGETHER, "0011", 2, marks=pytest.mark.full),
+        pytest.param(4, TOGETHER, "0111", 2, marks=pytest.mark.full),
+        pytest.param(4, TOGETHER, "0011", 4, marks=pytest.mark.full),
     ],
 )
-def test_tensor_ranks_keep_parts_of_checkpoints(world, keys):
+def test_tensor_ranks_keep_parts_of_checkpoints(world, keys, nodes, tensor):
     dropout = dict(attn_pdrop=0, resid_pdrop=0.1, embd_pdrop=0.1)
-    for (losses, state, none), (got, found, stats) in run_ranks(_cut, world, keys, dropout):
+    for (losses, state, none), (got, found, stats) in run_ranks(_cut, world, keys, dropout, nodes, tensor):
         assert got == losses
         same_bits(found, state)
-        hidden = 2 * (17 + 9 + 17) * 32 * 4
+        samples = 2 * tensor // world
+        hidden = samples * (17 + 9 + 17) * 32 * 4
         assert none["bytes_cut"] == 0 and stats["bytes_cut"] == 4 * hidden, "the inputs of four blocks"
         if "contiguous_memory_optimization" in keys:
-            per = -(-2 * 17 * 32 * 4 // world // 64) * 64
+            per = -(-samples * 17 * 32 * 4 // tensor // 64) * 64
             assert stats["contiguous_most_used"] == 4 * per
 
 

@@ -11,7 +11,7 @@ import tiny
 import torch
 from benches import rows_of_limited
 from deepc.errors import ArgumentError, CheckpointError, ConfigError, UnsupportedError
-from ranks import on_nodes
+from ranks import placed
 from ranks import run_ranks as _run_ranks
 from test_export import make
 
@@ -32,9 +32,9 @@ BLOCK = 12 * 64 * 64 + 64 * 9  # elements of a block of it
 
 # ---- the same as in memory -------------------------------------------------------------------------------------------
 def _generate(rank, world, folder, checkpoint, dtype):
-    probe = tiny.make_batch(rank)[0]
+    probe, begin, more = tiny.make_batch(rank)[0], 3 + rank, 4 + 3 * (rank % 2)
     plain = deepc.inference(make(**BIG), checkpoint=checkpoint, dtype=dtype)
-    want = plain(probe), plain.generate(probe[:1, : 3 + rank], 4 + 3 * rank)
+    want = plain(probe), plain.generate(probe[:1, :begin], more)
     rows = []
     small = {"stage3_param_persistence_threshold": 100}
     for elements in (1, 4 * BLOCK, 6 * BLOCK, 0):
@@ -44,7 +44,7 @@ def _generate(rank, world, folder, checkpoint, dtype):
         assert torch.equal(served(probe), want[0])
         before = served.trainer.state.streamed.stats()
         for _ in range(2):
-            assert torch.equal(served.generate(probe[:1, : 3 + rank], 4 + 3 * rank), want[1])
+            assert torch.equal(served.generate(probe[:1, :begin], more), want[1])
         after = served.trainer.state.streamed.stats()
         rows.append({k: after[k] - before[k] for k in ("gathers", "prefetched", "order_misses")})
         rows[-1] |= {k: after[k] for k in ("live_elems_max", "persistent_elems", "total_elems", "units")}
@@ -99,16 +99,21 @@ def test_an_engine_that_trains_generates_between_its_steps(tmp_path):
         assert second["gathers"] > first["gathers"]
 
 
-def _on_two_nodes(rank, world, *args):
-    with on_nodes(rank, world, 2):
-        return _loads(rank, world, *args)
+def _placed(rank, world, nodes, run, *args):
+    with placed(rank, nodes):
+        return run(rank, world, *args)
 
 
 @pytest.mark.full
-def test_each_node_has_the_weights(tmp_path):
+@pytest.mark.parametrize("nodes", ["01", "0011"])
+def test_each_node_has_the_weights(nodes, tmp_path):
     (tmp_path / "disk").mkdir()
+    deepc.export(make(seed=2, **BIG), tmp_path / "model")
     run_ranks(_checkpoint, 1, str(tmp_path / "checkpoint"))
-    run_ranks(_on_two_nodes, 2, str(tmp_path / "disk"), str(tmp_path / "checkpoint"))
+    world = len(nodes)
+    run_ranks(_placed, world, nodes, _loads, str(tmp_path / "disk"), str(tmp_path / "checkpoint"))
+    run_ranks(_placed, world, nodes, _generate, str(tmp_path / "disk"), str(tmp_path / "model"), "bf16")
+    run_ranks(_placed, world, nodes, _trainer, str(tmp_path / "disk"))
 
 
 # ---- int8 ------------------------------------------------------------------------------------------------------------
