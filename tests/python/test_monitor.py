@@ -24,7 +24,7 @@ from deepc.core.telemetry import waits
 from deepc.engine.data import TimedLoader
 from deepc.errors import ArgumentError, ConfigError
 from deepc.observe.monitor import MonitorMaster, counts, experiments, line, sinks, tiers
-from ranks import run_ranks
+from ranks import placed, run_ranks
 from tiny import TinyGPT, config, make_batch, make_model
 from torch import nn
 
@@ -289,26 +289,33 @@ def test_checkpoints_count_as_disk(tmp_path):
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
-def two_ranks(rank, world, folder, stage):
-    engine = make_engine(Path(folder), stage=stage, micro=4)
-    mine = []
-    for i in range(3):
-        x, y = make_batch(i, 8)
-        if rank == 1:
-            time.sleep(0.03)
-        loss = engine(x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4])
-        mine.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    last = engine.monitor.last
-    engine.destroy()
+def two_ranks(rank, world, folder, stage, nodes):
+    with placed(rank, nodes):
+        engine = make_engine(Path(folder), stage=stage, micro=4)
+        mine = []
+        for i in range(3):
+            x, y = make_batch(i, 8)
+            if rank == 1:
+                time.sleep(0.03)
+            loss = engine(x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4])
+            mine.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        last = engine.monitor.last
+        engine.destroy()
     return mine, last
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_speak_as_one(tmp_path, stage):
-    (a, last0), (b, last1) = run_ranks(two_ranks, 2, args=(str(tmp_path), stage))
+@pytest.mark.parametrize(
+    "stage, nodes",
+    [(0, ""), (2, ""), (3, ""), *(pytest.param(stage, "01", marks=pytest.mark.full) for stage in (0, 2, 3))],
+)
+def test_two_ranks_speak_as_one(tmp_path, stage, nodes):
+    (a, last0), (b, last1) = run_ranks(two_ranks, 2, args=(str(tmp_path), stage, nodes))
     records = steps_of(tmp_path / "metrics.jsonl")
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert (info["ranks"], info["nodes"]) == (2, 2 if nodes else 1)
+    assert all((r.get("sent_bytes", 0) > 0) == bool(nodes) for r in records), records
     assert [r["loss"] for r in records] == [(x + y) / 2 for x, y in zip(a, b)]  # the mean of all ranks
     assert [r["tokens"] for r in records] == [128, 256, 384] and [r["samples"] for r in records] == [8, 16, 24]
     assert (

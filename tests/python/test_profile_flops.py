@@ -13,7 +13,7 @@ from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
 from deepc.profile import FlopsProfiler, get_model_profile
 from deepc.profile import flops as flops_module
-from ranks import run_ranks
+from ranks import placed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -437,7 +437,7 @@ def test_config_section():
         Config.load({"train_batch_size": 1, "flops_profiler": {"profile_step": -1}}, world_size=1)
 
 
-def profile_engines(rank, world, folder, stages):
+def profile_engines(rank, world, folder, stages, nodes):
     """By stage: the printed summary, and what the engine is like afterwards."""
     import os
 
@@ -455,7 +455,8 @@ def profile_engines(rank, world, folder, stages):
             wall_clock_breakdown=True,
             flops_profiler={"enabled": True, "profile_step": 1, "output_file": path, "recompute_fwd_factor": 1.0},
         )
-        engine, *_ = deepc.initialize(model=tiny.make_model(frozen=True, recompute="plain"), config=cfg)
+        with placed(rank, nodes):
+            engine, *_ = deepc.initialize(model=tiny.make_model(frozen=True, recompute="plain"), config=cfg)
         for step in range(3):
             for _ in range(2):
                 engine.backward(engine(*tiny.make_batch(step, 2)))
@@ -474,9 +475,10 @@ def profile_engines(rank, world, folder, stages):
     return out
 
 
-def test_engines_profile_the_whole_model_at_every_stage(tmp_path):
+@pytest.mark.parametrize("nodes", ["", pytest.param("01", marks=pytest.mark.full)])
+def test_engines_profile_the_whole_model_at_every_stage(tmp_path, nodes):
     stages = [(0, False), (2, False), (3, False), (3, True)]
-    mine, theirs = run_ranks(profile_engines, 2, args=(str(tmp_path), stages))
+    mine, theirs = run_ranks(profile_engines, 2, args=(str(tmp_path), stages, nodes))
     model = tiny.make_model(frozen=True)
     tokens, width = 2 * 16, 32
     macs = 2 * (tokens * 12 * width * width + 2 * 2 * 2 * 16 * 16 * 16) + tokens * width * 61

@@ -18,7 +18,7 @@ from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DeepcError
 from deepc.observe.profile.timeline import Recorder, _asked, timeline
 from deepc.profile import check_trace, merge, trace
-from ranks import run_ranks
+from ranks import placed, run_ranks
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -266,7 +266,8 @@ def _until_rank_0_waits():
         slept += any(c.op == "bucket" and c.end is None for c in record.rows) and record.state == "S"
 
 
-def train_recorded(rank, world, folder, cases):
+def train_recorded(rank, world, folder, cases, nodes=""):
+    """On one node rank 1 comes late to each last backward."""
     import deepc
 
     found = {}
@@ -280,11 +281,12 @@ def train_recorded(rank, world, folder, cases):
             zero_optimization=few,
             deepc={"timeline": {"steps": [2, 3], "folder": f"{folder}/{name}", "modules": name == "modules"}},
         )
-        engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+        with placed(rank, nodes):
+            engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
         for step in range(4):
             for m in range(2):
                 loss = engine(*tiny.make_batch(step, 2))
-                if rank == 1 and m == 1:
+                if rank == 1 and m == 1 and not nodes:
                     _until_rank_0_waits()
                 loss.backward() if name == "bare" else engine.backward(loss)
                 engine.step()
@@ -299,11 +301,11 @@ def train_recorded(rank, world, folder, cases):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("timeline")
-    cases = {"zero": (0, False), "bare": (2, False), "modules": (3, False), "streamed": (3, True)}
-    return folder, run_ranks(train_recorded, 2, args=(str(folder), cases))
+    return folder, run_ranks(train_recorded, 2, args=(str(folder), CASES))
 
 
-NAMES = ("zero", "bare", "modules", "streamed")
+CASES = {"zero": (0, False), "bare": (2, False), "modules": (3, False), "streamed": (3, True)}
+NAMES = tuple(CASES)
 
 
 def _read(folder, name: str, rank: int | None) -> dict:
@@ -315,6 +317,17 @@ def _read(folder, name: str, rank: int | None) -> dict:
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_record_the_steps_asked_for(recorded, name):
     folder, results = recorded
+    check_steps(folder, results, name)
+
+
+@pytest.mark.full
+def test_engines_record_the_steps_on_two_nodes(tmp_path):
+    results = run_ranks(train_recorded, 2, args=(str(tmp_path), CASES, "01"))
+    for name in NAMES:
+        check_steps(tmp_path, results, name)
+
+
+def check_steps(folder, results, name):
     for rank, found in enumerate(results):
         assert found[name][:2] == (None, False)  # the engine is as it was
         t = _read(folder, name, rank)
