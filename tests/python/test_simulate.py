@@ -95,7 +95,7 @@ def test_groups_are_the_meshs(sizes):
     of = {id(r): n for n, r in simulation.ranks.items()}
     for n, r in simulation.ranks.items():
         at = mesh.coordinates(n)
-        holding = [of[id(other)] for other in simulation._holding(at.pp, at.tp, at.ep)]
+        holding = [of[id(other)] for other in simulation._holding[at.pp, at.tp, at.ep]]
         assert tuple(holding) == mesh.holders(n)
         assert r.layout.world == len(holding)
         assert r.slices == [(0, 0, r.used)]  # stage 0

@@ -169,7 +169,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
             and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
         ):
             group.spread(t)  # those with the same experts take what the first of them has
-    engine.shared_gradients = SharedGradients(engine.spread, group, engine._config.gradient_allreduce_op != "sum")
+    engine.shared_gradients = SharedGradients(engine.spread, group, engine._config)
     if engine.part is None:  # a pipeline's engine does it once a batch
         for handle in engine.shared_gradients.hook(module.parameters()):
             undo.callback(handle.remove)

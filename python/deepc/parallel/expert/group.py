@@ -50,8 +50,8 @@ class ExpertGroup(AxisGroup):
 
     def asked(self, wanted: list[list[int]], rows: torch.Tensor) -> list[list[int]]:
         """wanted[r]: rows for each expert of rank r -> what each rank has for this one's. Of `rows` without values (a
-        dry run) all ranks have as many. Collective."""
-        if without_values(rows):
+        dry run), and where the other ranks are not there (no process group), all have as many. Collective."""
+        if without_values(rows) or self.process_group is None:
             return [wanted[self.rank]] * self.size
         there = torch.tensor(wanted).to(rows.device)
         here = torch.empty_like(there)

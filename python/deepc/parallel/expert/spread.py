@@ -140,16 +140,16 @@ def shared_gradients(model: torch.nn.Module, config: Config) -> SharedGradients 
     """Of a model whose experts are spread and connected; None of others."""
     if (group := group_of_experts(model)) is None:
         return None
-    return SharedGradients(spread_parameters(model), group, config.gradient_allreduce_op != "sum")
+    return SharedGradients(spread_parameters(model), group, config)
 
 
 class SharedGradients:
     """Gradients over the ranks that share a model's experts: an expert's has all their tokens, the others' are added up
-    over them; where gradients are averaged (means) both are divided by their number. Then the mean (or sum) over ranks
-    with the same experts is that over all."""
+    over them; where the configuration averages gradients both are divided by their number. Then the mean (or sum) over
+    ranks with the same experts is that over all."""
 
-    def __init__(self, spread: frozenset[int], group: ExpertGroup, means: bool = True) -> None:
-        self._spread, self.group, self._means = spread, group, means
+    def __init__(self, spread: frozenset[int], group: ExpertGroup, config: Config) -> None:
+        self._spread, self.group, self._means = spread, group, config.gradient_allreduce_op != "sum"
 
     def of(self, gradient: torch.Tensor, p: int) -> torch.Tensor:
         """Of the parameter with id `p`, in new memory, or `gradient` itself. Collective: all ranks of the group come

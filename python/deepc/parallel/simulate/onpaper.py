@@ -57,9 +57,6 @@ class ExpertsOnPaper(ExpertGroup):
     def __init__(self, size: int) -> None:
         super().__init__(None, 0, size)
 
-    def asked(self, wanted: list[list[int]], rows: torch.Tensor) -> list[list[int]]:
-        return [wanted[self.rank]] * self.size
-
     def exchanged(self, rows: torch.Tensor, given: list[int], got: list[int]) -> torch.Tensor:
         if without_values(rows):
             return super().exchanged(rows, given, got)

@@ -6,10 +6,9 @@ the C core."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +80,11 @@ class Simulation:
         self.layers[-1] = names[cuts[self.pieces - 1] if self.pieces > 1 else 0 :]
         whole = self.tiny.made()
         self.ranks = {r: self._rank(r, whole) for r in range(self.mesh.size)}
+        # by (pp, tp, ep), what of the model they hold: ZeRO's shards are theirs
+        self._holding: dict[tuple[int, int, int], list[Rank]] = {}
+        for r in self.ranks:
+            if (key := self._share(r)) not in self._holding:
+                self._holding[key] = [self.ranks[i] for i in self.mesh.holders(r)]
 
     def _rank(self, number: int, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> Rank:
         at, tiny, mesh = self.mesh.coordinates(number), self.tiny, self.mesh
@@ -91,24 +95,15 @@ class Simulation:
         world, index = mesh.dp * mesh.sp // mesh.ep, (at.dp * mesh.sp + at.sp) // mesh.ep
         return Rank(names, cut, experts, world, index, self.stage)
 
-    def _place(self, pp: int, tp: int, place: int) -> Rank:
-        """place: among the ranks that hold the same part of the model, those of the data and the sequence axis."""
-        dp, sp = divmod(place, self.mesh.sp)
-        return self.ranks[self.mesh.rank(pp=pp, dp=dp, sp=sp, tp=tp)]
-
     def _peers(self, pp: int, first: int) -> list[Rank]:
         """The ranks that compute together, from replica `first` on."""
         begin = self.mesh.rank(pp=pp, dp=first)
         return [self.ranks[r] for r in range(begin, begin + self.cell.size)]
 
-    def _holding(self, pp: int, tp: int, ep: int) -> list[Rank]:
-        """The ranks that hold the same part of the model and the same experts: ZeRO's shards are theirs."""
-        mesh = self.mesh
-        return [self._place(pp, tp, place) for place in range(ep, mesh.dp * mesh.sp, mesh.ep)]
-
-    def _shares(self) -> Iterator[tuple[int, int, int]]:
-        """(pp, tp, ep) of each part of the model."""
-        return itertools.product(range(self.mesh.pp), range(self.mesh.tp), range(self.mesh.ep))
+    def _share(self, number: int) -> tuple[int, int, int]:
+        """(pp, tp, ep) of the part of the model that a rank holds."""
+        at = self.mesh.coordinates(number)
+        return at.pp, at.tp, at.ep
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
@@ -130,9 +125,8 @@ class Simulation:
                 if r.flat is not None:
                     r.lend(r.flat)
                     continue
-                ep = first * self.mesh.sp + i // self.mesh.tp
-                holding = self._holding(pp, i % self.mesh.tp, ep % self.mesh.ep)
-                r.lend(r.gather(holding, torch.empty(r.used)))
+                share = self._share(self.mesh.rank(pp=pp, dp=first) + i)
+                r.lend(r.gather(self._holding[share], torch.empty(r.used)))
 
     def _pipeline(self, first: int, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """All actions of a cell's replicas, on [micro-batches, replicas, samples, seq] tokens: each rank's in its
@@ -270,9 +264,8 @@ class Simulation:
         if not self.first_gradients:
             self.first_gradients = {key: total.clone() for key, total in sums.items()}
         factor = min(1.0, CLIP / (square**0.5 + 1e-6))
-        for pp, tp, ep in self._shares():
-            holding = self._holding(pp, tp, ep)
-            gradients = sums.pop((pp, tp, ep)).mul_(factor)
+        for share, holding in self._holding.items():
+            gradients = sums.pop(share).mul_(factor)
             for r in holding:
                 r.update(gradients)
             for r in holding:
@@ -284,8 +277,7 @@ class Simulation:
 
     def _square(self, key: tuple[int, int, int], mean: torch.Tensor) -> float:
         """Of the gradients of this part that no other has counted: what all ranks have counts once."""
-        pp, tp, ep = key
-        rank, out = self._place(pp, tp, ep), 0.0
+        (_, tp, ep), rank, out = key, self._holding[key][0], 0.0
         for at, (layer, name), shape in zip(rank.layout.offsets, rank.names, rank.shapes):
             weight = self.tiny.shapes(layer)[name]
             if (tp == 0 or weight.tensor is not None) and (ep == 0 or weight.expert):
@@ -308,7 +300,7 @@ class Simulation:
         return out
 
     def _gradient(self, key: tuple[int, int, int], layer: str, name: str) -> torch.Tensor:
-        r = self._place(*key)
+        r = self._holding[key][0]
         i = r.names.index((layer, name))
         begin, shape = r.layout.offsets[i], r.shapes[i]
         return self.first_gradients[key][begin : begin + shape.numel()].view(shape)
