@@ -10,12 +10,15 @@ from .. import balance
 from .chain import Chain, Unit
 
 _GAIN = 0.98  # of the dearest stage's time, for which a block is cut inside
+_EVEN = 1.03  # the dearest stage over the cheapest, up to which a gain of less is not worth finer parts
+_ALIKE = 0.005  # of a stage's time, which clocks do not tell apart
 
 
 def costs_of(chain: Chain, units: Sequence[Unit], rounds: Sequence[Sequence[float]]) -> list[float]:
     """Seconds of each unit, of several rounds of clock(): what comes before the first and after the last counts to
-    these, and units of one class and size count alike."""
-    before, *costs, after = (statistics.median(times) for times in zip(*rounds))
+    these, and units of one class and size count alike. The least of all rounds: other work, and fresh pages of a large
+    gradient that training's heap keeps, only add."""
+    before, *costs, after = (min(times) for times in zip(*rounds))
     kinds: dict[Any, list[int]] = {}
     for i, unit in enumerate(units):
         size = sum(p.numel() for p in chain.parameters(unit))
@@ -54,7 +57,7 @@ class Cutting(NamedTuple):
 def best(chain: Chain, units: Sequence[Unit], costs: Sequence[float], stages: int) -> Cutting:
     """Blocks are cut inside, between halves or further, where stages get cheaper by it. ArgumentError for more stages
     than parts."""
-    found: tuple[float, Cutting] | None = None
+    found: tuple[float, float, Cutting] | None = None  # of the dearest stage, and over the cheapest
     levels: list[dict[int, list[int]]] = [
         {},
         {i: [k for k, point in enumerate(points) if point.halves] for i, points in chain.points.items()},
@@ -64,10 +67,15 @@ def best(chain: Chain, units: Sequence[Unit], costs: Sequence[float], stages: in
         coarse, sums = joined(units, costs, lambda i, kept=kept: kept.get(i, ()))  # type: ignore[misc]  # of this turn
         if len(coarse) < stages and kept is not levels[-1]:
             continue
-        cuts = balance.cut(sums, stages)
-        dearest = max(sum(sums[a:b]) for a, b in zip(cuts, cuts[1:]))
-        if found is None or dearest < _GAIN * found[0]:
+        cuts = balance.cut(sums, stages, _ALIKE)
+        times = [sum(sums[a:b]) for a, b in zip(cuts, cuts[1:])]
+        dearest, uneven = max(times), max(times) / max(min(times), 1e-30)  # of parameters, a stage may have none
+        if (
+            found is None
+            or dearest < _GAIN * found[0]
+            or (found[1] > _EVEN and dearest < found[0] and uneven < found[1])
+        ):
             known = {i: [chain.points[i][k] for k in numbers] for i, numbers in kept.items()}
-            found = dearest, Cutting(chain._replace(points=known), coarse, cuts)
+            found = dearest, uneven, Cutting(chain._replace(points=known), coarse, cuts)
     assert found is not None  # the last turn always finds one, or raises
-    return found[1]
+    return found[2]

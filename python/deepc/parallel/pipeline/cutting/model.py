@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....core import memory
 from ....errors import ArgumentError, DeepcError, UnsupportedError
 from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
@@ -131,6 +132,7 @@ class CutModel:
         def run() -> torch.Tensor:
             return loss_of(self._call_whole(sample), sample, self._loss_fn)
 
+        memory.keep_heap()  # as training has it: pages that come and go are no unit's time
         rounds = []
         for _ in range(1 + _ROUNDS):
             times, recomputed = clock(chain, units, run, self._now_s)
