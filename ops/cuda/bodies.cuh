@@ -239,6 +239,23 @@ template <class T, int V, bool WIDE> DC_GPU void put(typename T::stored *p, int6
   }
 }
 
+// Several vectors of a row at once, ROW_SUMS elements apart: all loads are under way before the first is used, which a
+// compiler can't arrange over a branch or a store. Where Ahead<T, WIDE>::fits says no, `get` has the elements.
+enum { AHEAD = 4 };
+template <class T, bool WIDE> struct Ahead {
+  static constexpr int V = Lane<T, ROW_SUMS>::width;
+  typename T::stored raw[AHEAD][V];
+  static DC_GPU bool fits(int64_t i, int64_t n) { return WIDE && i + (AHEAD - 1) * ROW_SUMS + V <= n; }
+  DC_GPU void load(const typename T::stored *p) {
+    DC_UNROLL
+    for (int b = 0; b < AHEAD; b++) load_wide<typename T::stored, V>(raw[b], p + b * ROW_SUMS);
+  }
+  DC_GPU void get(float *to, int b) const {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) to[j] = T::up(raw[b][j]);
+  }
+};
+
 DC_GPU float plus(float a, float b) { return __fadd_rn(a, b); }
 DC_GPU double plus(double a, double b) { return __dadd_rn(a, b); }
 

@@ -52,7 +52,7 @@ struct Logistics {
   float at, rest;
 };
 DC_GPU Logistics logistic2(float x) {
-  const float e = exp_nonpos(-magnitude(x)), q = __fdiv_rn(1.0f, __fadd_rn(1.0f, e)), eq = __fmul_rn(e, q);
+  const float e = exp_nonpos(-magnitude(x)), q = __frcp_rn(__fadd_rn(1.0f, e)), eq = __fmul_rn(e, q);
   Logistics s;
   s.at = negative(x) ? eq : q;
   s.rest = negative(x) ? q : eq;
@@ -60,10 +60,13 @@ DC_GPU Logistics logistic2(float x) {
 }
 DC_GPU float silu_slope(float x, Logistics s) { return __fmul_rn(s.at, __fmaf_rn(x, s.rest, 1.0f)); }
 
+// Adding 1.5 * 2^23 rounds to whole numbers, ties to even as rintf does, and leaves them in the low bits: conversions
+// run at a quarter of an addition's rate. 0 <= n < 16; of a NaN any entry will do.
 DC_GPU float gelu_lookup(const float t[6][16], float x) {
-  const float most = DC__GELU_MOST, a = most < magnitude(x) ? most : magnitude(x);
-  const float n = rintf(__fmul_rn(a, DC__GELU_PER_STEP)), r = __fmaf_rn(n, -DC__GELU_STEP, a);
-  const int at = n == n ? (int)n : 0;
+  const float most = DC__GELU_MOST, a = most < magnitude(x) ? most : magnitude(x), whole = 12582912.0f;
+  const float shifted = __fadd_rn(__fmul_rn(a, DC__GELU_PER_STEP), whole), n = __fsub_rn(shifted, whole);
+  const float r = __fmaf_rn(n, -DC__GELU_STEP, a);
+  const uint32_t at = __float_as_uint(shifted) & 15u;
   float p = __fmaf_rn(t[5][at], r, t[4][at]);
   p = __fmaf_rn(p, r, t[3][at]);
   p = __fmaf_rn(p, r, t[2][at]);
@@ -108,6 +111,50 @@ DC_GPU void get_weights(float *to, const void *weight, int dt, float offset, int
   for (int j = 0; j < V; j++) to[j] = weight ? __fadd_rn(to[j], offset) : 1.0f;
 }
 
+// f(i, x[V]) for this lane's elements of a row, from i on; zero past the end.
+template <class T, bool WIDE, class F>
+DC_GPU void each_of_row(const typename T::stored *x, int64_t cols, int lane, F f) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  float v[V];
+  int64_t i = lane * V;
+  for (; Ahead<T, WIDE>::fits(i, cols); i += AHEAD * ROW_SUMS) {
+    Ahead<T, WIDE> ahead;
+    ahead.load(x + i);
+    DC_UNROLL
+    for (int b = 0; b < AHEAD; b++) {
+      ahead.get(v, b);
+      f(i + b * ROW_SUMS, v);
+    }
+  }
+  for (; i < cols; i += ROW_SUMS) {
+    get<T, V, WIDE>(v, x, i, cols);
+    f(i, v);
+  }
+}
+// The same of two rows of one length: f(i, x[V], y[V]).
+template <class T, bool WIDE, class F>
+DC_GPU void each_of_rows(const typename T::stored *x, const typename T::stored *y, int64_t cols, int lane, F f) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  float v[V], w[V];
+  int64_t i = lane * V;
+  for (; Ahead<T, WIDE>::fits(i, cols); i += AHEAD * ROW_SUMS) {
+    Ahead<T, WIDE> first, second;
+    first.load(x + i);
+    second.load(y + i);
+    DC_UNROLL
+    for (int b = 0; b < AHEAD; b++) {
+      first.get(v, b);
+      second.get(w, b);
+      f(i + b * ROW_SUMS, v, w);
+    }
+  }
+  for (; i < cols; i += ROW_SUMS) {
+    get<T, V, WIDE>(v, x, i, cols);
+    get<T, V, WIDE>(w, y, i, cols);
+    f(i, v, w);
+  }
+}
+
 // What is normalised: x, or x + residual, which this lane then stores.
 template <class T, bool WIDE>
 DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row, int lane) {
@@ -116,14 +163,11 @@ DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row,
   if (!a.residual) return x;
   const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
   typename T::stored *sum = row_to<T>(a.sum, a.cols, row);
-  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
-    float s[V], r[V];
-    get<T, V, WIDE>(s, x, i, a.cols);
-    get<T, V, WIDE>(r, residual, i, a.cols);
+  each_of_rows<T, WIDE>(x, residual, a.cols, lane, [&](int64_t i, float *s, const float *r) {
     DC_UNROLL
     for (int j = 0; j < V; j++) s[j] = __fadd_rn(s[j], r[j]);
     put<T, V, WIDE>(sum, i, a.cols, s);
-  }
+  });
   return sum;
 }
 
@@ -132,27 +176,23 @@ template <class T, bool WIDE> DC_GPU void norm_total(float *sum, const typename 
   constexpr int V = Lane<T, ROW_SUMS>::width;
   DC_UNROLL
   for (int j = 0; j < V; j++) sum[j] = 0.0f;
-  for (int64_t i = lane * V; i < cols; i += ROW_SUMS) {
-    float f[V];
-    get<T, V, WIDE>(f, x, i, cols);
+  each_of_row<T, WIDE>(x, cols, lane, [&](int64_t, const float *f) {
     DC_UNROLL
     for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], f[j]); // a sum is never -0, so adding 0 changes none
-  }
+  });
 }
 template <class T, bool WIDE>
 DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, int lane, float mean) {
   constexpr int V = Lane<T, ROW_SUMS>::width;
   DC_UNROLL
   for (int j = 0; j < V; j++) sum[j] = 0.0f;
-  for (int64_t i = lane * V; i < cols; i += ROW_SUMS) {
-    float f[V];
-    get<T, V, WIDE>(f, x, i, cols);
+  each_of_row<T, WIDE>(x, cols, lane, [&](int64_t i, const float *f) {
     DC_UNROLL
     for (int j = 0; j < V; j++) {
       const float d = i + j < cols ? __fsub_rn(f[j], mean) : 0.0f;
       sum[j] = __fmaf_rn(d, d, sum[j]);
     }
-  }
+  });
 }
 DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
@@ -164,9 +204,8 @@ DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t
   typename T::stored *y = row_to<T>(a.y, a.cols, row);
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
-  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
-    float f[V], w[V], b[V];
-    get<T, V, WIDE>(f, x, i, a.cols);
+  each_of_row<T, WIDE>(x, a.cols, lane, [&](int64_t i, float *f) {
+    float w[V], b[V];
     get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
     if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
     DC_UNROLL
@@ -175,7 +214,7 @@ DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t
       f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
     }
     put<T, V, WIDE>(y, i, a.cols, f);
-  }
+  });
 }
 
 // The mean and 1 / deviation of a row, and its elements from i on: what was normalised as h, dy as d.
@@ -187,12 +226,10 @@ template <class T> DC_GPU GradRow<T> grad_row(const dc_norm_grad_args &a, int64_
   return GradRow<T>{row_of<T>(a.x, a.x_stride, row), row_of<T>(a.dy, a.cols, row), a.mean ? a.mean[row] : 0.0f,
                     a.rstd[row]};
 }
-template <class T, bool WIDE> DC_GPU void grad_get(float *h, float *d, const GradRow<T> &r, int64_t i, int64_t cols) {
-  constexpr int V = Lane<T, ROW_SUMS>::width;
-  get<T, V, WIDE>(h, r.x, i, cols);
-  get<T, V, WIDE>(d, r.dy, i, cols);
+// x becomes what was normalised.
+template <class T, int V> DC_GPU void normalised(float *x, const GradRow<T> &r) {
   DC_UNROLL
-  for (int j = 0; j < V; j++) h[j] = __fmul_rn(__fsub_rn(h[j], r.mean), r.rstd);
+  for (int j = 0; j < V; j++) x[j] = __fmul_rn(__fsub_rn(x[j], r.mean), r.rstd);
 }
 
 // along[V], level[V]: sums of g * h and of g; level for layer norm only.
@@ -201,9 +238,9 @@ DC_GPU void grad_sums(float *along, float *level, const dc_norm_grad_args &a, co
   constexpr int V = Lane<T, ROW_SUMS>::width;
   DC_UNROLL
   for (int j = 0; j < V; j++) along[j] = level[j] = 0.0f;
-  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
-    float h[V], d[V], w[V];
-    grad_get<T, WIDE>(h, d, r, i, a.cols);
+  each_of_rows<T, WIDE>(r.x, r.dy, a.cols, lane, [&](int64_t i, float *h, const float *d) {
+    float w[V];
+    normalised<T, V>(h, r);
     get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
     DC_UNROLL
     for (int j = 0; j < V; j++) {
@@ -212,7 +249,7 @@ DC_GPU void grad_sums(float *along, float *level, const dc_norm_grad_args &a, co
       along[j] = __fmaf_rn(g, h[j], along[j]);
       level[j] = __fadd_rn(level[j], g);
     }
-  }
+  });
 }
 // along, level: the sums over the row.
 template <class T, bool WIDE>
@@ -221,9 +258,9 @@ DC_GPU void grad_out(const dc_norm_grad_args &a, const GradRow<T> &r, int64_t ro
   const float slope = __fdiv_rn(along, (float)a.cols), base = a.mean ? __fdiv_rn(level, (float)a.cols) : 0.0f;
   const typename T::stored *dsum = a.dsum ? row_of<T>(a.dsum, a.cols, row) : nullptr;
   typename T::stored *dx = row_to<T>(a.dx, a.cols, row);
-  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
-    float h[V], d[V], w[V], more[V];
-    grad_get<T, WIDE>(h, d, r, i, a.cols);
+  each_of_rows<T, WIDE>(r.x, r.dy, a.cols, lane, [&](int64_t i, float *h, float *d) {
+    float w[V], more[V];
+    normalised<T, V>(h, r);
     get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
     if (dsum) get<T, V, WIDE>(more, dsum, i, a.cols);
     DC_UNROLL
@@ -232,24 +269,49 @@ DC_GPU void grad_out(const dc_norm_grad_args &a, const GradRow<T> &r, int64_t ro
       d[j] = dsum ? __fmaf_rn(t, r.rstd, more[j]) : __fmul_rn(t, r.rstd);
     }
     put<T, V, WIDE>(dx, i, a.cols, d);
-  }
+  });
 }
 // Columns [i, i + V) of rows [begin, end): one partial sum each of dweight and dbias, either of which may be NULL.
+// Several rows' loads are under way at once: there are few threads, with many rows each.
 template <class T, bool WIDE>
 DC_GPU void grad_columns(const dc_norm_grad_args &a, int64_t begin, int64_t end, int64_t i, float *dweight,
                          float *dbias) {
-  constexpr int V = Lane<T, ROW_SUMS>::width;
+  constexpr int V = Lane<T, ROW_SUMS>::width, ROWS = 8;
   float weight[V], bias[V];
   DC_UNROLL
   for (int j = 0; j < V; j++) weight[j] = bias[j] = 0.0f;
-  for (int64_t row = begin; row < end; row++) {
-    float h[V], d[V];
-    grad_get<T, WIDE>(h, d, grad_row<T>(a, row), i, a.cols);
+  const auto add = [&](float *h, const float *d, const GradRow<T> &r) {
+    normalised<T, V>(h, r);
     DC_UNROLL
     for (int j = 0; j < V; j++) {
       weight[j] = __fmaf_rn(d[j], h[j], weight[j]);
       bias[j] = __fadd_rn(bias[j], d[j]);
     }
+  };
+  int64_t row = begin;
+  float h[V], d[V];
+  if (WIDE && i + V <= a.cols)
+    for (; row + ROWS <= end; row += ROWS) {
+      typename T::stored x[ROWS][V], dy[ROWS][V];
+      GradRow<T> r[ROWS];
+      DC_UNROLL
+      for (int k = 0; k < ROWS; k++) {
+        r[k] = grad_row<T>(a, row + k);
+        load_wide<typename T::stored, V>(x[k], r[k].x + i);
+        load_wide<typename T::stored, V>(dy[k], r[k].dy + i);
+      }
+      DC_UNROLL
+      for (int k = 0; k < ROWS; k++) {
+        DC_UNROLL
+        for (int j = 0; j < V; j++) h[j] = T::up(x[k][j]), d[j] = T::up(dy[k][j]);
+        add(h, d, r[k]);
+      }
+    }
+  for (; row < end; row++) {
+    const GradRow<T> r = grad_row<T>(a, row);
+    get<T, V, WIDE>(h, r.x, i, a.cols);
+    get<T, V, WIDE>(d, r.dy, i, a.cols);
+    add(h, d, r);
   }
   DC_UNROLL
   for (int j = 0; j < V; j++) {

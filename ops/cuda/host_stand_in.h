@@ -29,6 +29,7 @@ DC_APART float __fmul_rn(float a, float b) { return a * b; }
 DC_APART float __fadd_rn(float a, float b) { return a + b; }
 DC_APART float __fsub_rn(float a, float b) { return a - b; }
 DC_APART float __fdiv_rn(float a, float b) { return a / b; }
+DC_APART float __frcp_rn(float a) { return 1.0f / a; }
 DC_APART float __fsqrt_rn(float a) { return sqrtf(a); }
 DC_APART double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 DC_APART double __dmul_rn(double a, double b) { return a * b; }

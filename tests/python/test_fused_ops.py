@@ -365,7 +365,7 @@ def test_gpu_has_the_bits_of_the_cpu(name, dtype):
     tensors = [t.repeat(300, *(1,) * (t.dim() - 1)) if t.dim() > 1 else t for t in tensors]
     found = []
     for device in ("cpu", "cuda"):
-        leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+        leaves = [t.detach().to(device, dtype, copy=True).requires_grad_() for t in tensors]
         result = outputs(function(*leaves))
         torch.autograd.backward(result, [make(*r.shape, seed=7).to(r.device, r.dtype) for r in result])
         found.append([t.detach().cpu() for t in (*result, *(leaf.grad for leaf in leaves))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import importlib.util
@@ -65,6 +66,13 @@ def init_distributed(
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        atexit.register(_end_alone)
+
+
+def _end_alone() -> None:
+    """The process ends: without this NCCL warns of a group that nobody has ended."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def _take_port(port: int | None) -> None:

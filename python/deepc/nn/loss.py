@@ -25,9 +25,9 @@ from ..core.ops import fake
 from ..errors import ArgumentError, UnsupportedError
 from . import matmul
 
-CHUNK_BYTES = (
-    64 << 20
-)  # of the logits' buffer: GEMMs of 300 to 700 rows at GPT-2's vocabulary run at full speed (measured)
+# Of the logits' buffer. On a CPU GEMMs of 300 to 700 rows at GPT-2's vocabulary run at full speed (measured); on a GPU
+# a chunk's launches, and the pass over the weight's gradient, are shared by more of them.
+CHUNK_BYTES, CUDA_CHUNK_BYTES = 64 << 20, 256 << 20
 MIN_ROWS, MAX_ROWS, ROW_MULTIPLE = 64, 2048, 16
 SLAB_ROWS = 8192  # rows of a 16-bit weight gradient that are made at a time before they are added in fp32
 REDUCTIONS = ("none", "mean", "sum")
@@ -51,8 +51,8 @@ def linear_cross_entropy(
     hidden: [..., d]; weight: [v, d] of the same dtype (fp32, bf16 or fp16; autocast casts both); bias: [v] or None;
     labels: integers of hidden's leading shape, in [0, v) or ignore_index. reduction: "mean" over the labels that are
     not ignored (NaN if all are), "sum", or "none". Returns fp32: a scalar, or labels' shape. chunk_rows: tokens per
-    chunk (default: what makes a buffer of 64 MiB). recompute: keep no gradients between forward and backward; one more
-    GEMM, d x v numbers less.
+    chunk (default: what makes a buffer of 64 MiB, on a GPU of 256). recompute: keep no gradients between forward and
+    backward; one more GEMM, d x v numbers less.
 
     Differentiable in hidden, weight and bias, once (a second derivative raises UnsupportedError). Raises ArgumentError
     for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and gives NaN on
@@ -121,12 +121,11 @@ def _check(
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
-def rows_per_chunk(tokens: int, classes: int, size: int, wanted: int = 0) -> int:
-    """Tokens of one chunk: `wanted`, or what fits CHUNK_BYTES with logits of `size` bytes, evened out over the
-    chunks."""
+def rows_per_chunk(tokens: int, classes: int, size: int, wanted: int = 0, nbytes: int = CHUNK_BYTES) -> int:
+    """Tokens of one chunk: `wanted`, or what fits `nbytes` with logits of `size` bytes, evened out over the chunks."""
     if wanted:
         return max(1, min(wanted, tokens))
-    most = min(MAX_ROWS, max(MIN_ROWS, CHUNK_BYTES // (classes * size)))
+    most = min(MAX_ROWS, max(MIN_ROWS, nbytes // (classes * size)))
     chunks = max(1, -(-tokens // most))
     even = -(-tokens // chunks)
     return max(1, min(tokens, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
@@ -196,7 +195,8 @@ def _run(
     dtype = torch.float32 if wide else hidden.dtype
     matrix = weight.to(dtype)
     extra = None if bias is None else bias.to(dtype)
-    rows = rows_per_chunk(n, classes, dtype.itemsize, chunk_rows)
+    buffer = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+    rows = rows_per_chunk(n, classes, dtype.itemsize, chunk_rows, buffer)
     logits = torch.empty(min(rows, n), _row_stride(classes, dtype), dtype=dtype, device=hidden.device)
     logits[
         :, classes:

@@ -89,6 +89,9 @@ class AdamW(Optimizer):
             group.setdefault("amsgrad", False)
             group.setdefault("maximize", False)
             group.setdefault("decoupled_weight_decay", self._decoupled)
+        for kept in self.state.values():
+            if "step" in kept and not torch.is_tensor(kept["step"]):  # of torch before 1.12
+                kept["step"] = torch.tensor(float(kept["step"]))
 
     def _state_of(self, p: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
@@ -134,20 +137,23 @@ class AdamW(Optimizer):
             # Tensors of one call share device and step number; most often there is one call per group.
             calls: dict[tuple[Any, ...], list[Any]] = {}
             packed: dict[int, list[Any]] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
                 check_tensor(p, "AdamW", "torch.optim.SparseAdam")
-                state = self._state_of(p, group["amsgrad"])
+            states = [self._state_of(p, group["amsgrad"]) for p in given]
+            counts = [s["step"] for p, s in zip(given, states) if p.dtype != torch.float64]
+            if counts:
+                torch._foreach_add_(counts, 1.0)  # one by one they took a quarter of a step of GPT-2's 148 tensors
+            for p, state in zip(given, states):
                 if p.dtype == torch.float64:
                     _step_float64(p, state, group)
                     continue
-                state["step"] += 1
+                step = int(state["step"].item())
                 if form := self._packed(p):
                     check_place(p, form)
-                    packed.setdefault(int(state["step"]), []).append(self._item(p, p.grad, state))
+                    packed.setdefault(step, []).append(self._item(p, p.grad, state))
                     continue
-                calls.setdefault((p.device, int(state["step"])), []).append((p, p.grad, state))
+                calls.setdefault((p.device, step), []).append((p, p.grad, state))
             for step, packed_items in packed.items():
                 beta1, beta2 = (float(b) for b in group["betas"])
                 scalars = (float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))

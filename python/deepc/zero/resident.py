@@ -40,7 +40,7 @@ class WholeFlats:
         else:
             state.flat = torch.zeros(total, dtype=state.dtype, device=state.device)
         on_host = state.state_device != state.device
-        state.flat_host = memory.zeros(total, state.dtype, memory.COLORS["lowp"]) if on_host else None
+        state.flat_host = state.zeros(total, state.dtype, "lowp") if on_host else None
         self._frozen_at = 0
 
     def _writes(self, state: ModelState) -> bool:
@@ -82,6 +82,8 @@ class WholeFlats:
             state.group.barrier()  # rank 0's values are visible to all
         elif state.plan.world > 1:
             state.group.broadcast(state.flat, 0)
+        if state.flat_host is not None:  # without masters it is what the optimizer updates
+            state.flat_host.copy_(state.flat)
 
     def follow(self, state: ModelState, index: int) -> None:
         everywhere = state.plan.own_all or state.plan.world == 1

@@ -169,7 +169,8 @@ class ModelState:
         """A zeroed state array where the states lie; `what` gives it its place among the arrays that are walked
         together."""
         if self.state_device.type == "cpu":
-            return memory.zeros(numel, dtype, memory.COLORS[what])
+            crosses = what in ("acc", "lowp") and self.device.type == "cuda"  # to or from a GPU in each step
+            return (memory.locked_zeros if crosses else memory.zeros)(numel, dtype, memory.COLORS[what])
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
     def states(self, numel: int, what: str) -> Array:

@@ -211,7 +211,7 @@ def in_order(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """`t`, of the shape of the dense `p`, as it lies in p's memory: the step treats each element alone, so it may go
     through them in p's order if all its tensors do. A copy where `t` lies otherwise."""
     if p.is_contiguous():
-        return t.contiguous()
+        return t if t.is_contiguous() else t.contiguous()
     if t.stride() != p.stride():
         t = torch.empty_like(p, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
     return t.as_strided((t.numel(),), (1,))
@@ -219,8 +219,9 @@ def in_order(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 def state_in_order(state: dict[str, torch.Tensor], name: str, p: torch.Tensor) -> torch.Tensor:
     """The same of a moment, which stays what it is made to (a loaded one may lie otherwise)."""
-    if state[name].stride() != p.stride() and not (p.is_contiguous() and state[name].is_contiguous()):
-        state[name] = torch.empty_like(p, dtype=state[name].dtype, memory_format=torch.preserve_format).copy_(
-            state[name]
-        )
-    return in_order(state[name], p)
+    kept = state[name]
+    if p.is_contiguous() and kept.is_contiguous():
+        return kept
+    if kept.stride() != p.stride():
+        state[name] = kept = torch.empty_like(p, dtype=kept.dtype, memory_format=torch.preserve_format).copy_(kept)
+    return in_order(kept, p)

@@ -94,6 +94,8 @@ class TorchReducer:
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._breaker: Breaker | None = None
         self._bytes, self._stats = 0, dict.fromkeys(("reductions", "early", "grad_bytes_max", "waits"), 0)
+        # where gradients go to the host while backward makes more
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and acc.device.type == "cpu" else None
         self._group: Any = None
         self._progress: Progress | None = None
         if plan.world > 1:
@@ -113,11 +115,24 @@ class TorchReducer:
         layout = self._plan.layout
         target = self._acc[layout.offsets[index] : layout.offsets[index] + layout.numels[index]]
         flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
-        self._put(target, flat.to(target.device))
+        if self._side is not None and self._assign:
+            self._send(target, flat, self._side)
+        else:
+            self._put(target, flat.to(target.device))
         self._released.append(index)
+
+    @staticmethod
+    def _send(target: torch.Tensor, flat: torch.Tensor, side: torch.cuda.Stream) -> None:
+        """`target`, in locked memory of the host, becomes `flat` by the time that `side` is synchronized."""
+        side.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(side):
+            target.copy_(flat.to(target.dtype), non_blocking=True)
+        flat.record_stream(side)
 
     def _finish_alone(self) -> None:
         layout = self._plan.layout
+        if self._side is not None:
+            self._side.synchronize()
         for i in range(layout.nparams) if self._assign else ():
             if i not in self._seen:
                 self._acc[layout.offsets[i] : layout.offsets[i] + layout.numels[i]].zero_()

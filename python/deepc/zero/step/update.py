@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
@@ -67,6 +68,25 @@ class Run(NamedTuple):
     n: int
 
 
+_PART = 1 << 23  # elements of an offloaded update that go to the device together
+
+
+def _parts(run: Run) -> Iterator[Run]:
+    for lo in range(0, run.n, _PART):
+        yield Run(run.group, run.flat + lo, run.own + lo, min(_PART, run.n - lo))
+
+
+def _stretches(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    """[begin, end) of the flat space, of runs that touch."""
+    begin = end = runs[0].flat
+    for r in runs:
+        if r.flat != end:
+            yield begin, end
+            begin = r.flat
+        end = r.flat + r.n
+    yield begin, end
+
+
 def within(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
     """The parts of `runs`, which are in the order of the share, that lie in its elements [begin, end)."""
     first = bisect.bisect_right(runs, begin, key=lambda r: r.own + r.n)
@@ -97,6 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
         self._sharers: Sharers | None = None
         self._left_out: frozenset[int] = frozenset()
+        self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self.overflow = False
         self.loss_scale = 1.0
@@ -223,6 +244,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
+        if st.flat_host is not None:  # what is done of a long one goes to the device meanwhile
+            self._runs = [part for r in self._runs for part in _parts(r)]
         if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
@@ -283,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
-            source = st.piece(s) if st.master is not None else st.flat[s.flat_begin : s.flat_begin + s.length]
+            source = st.piece(s)
             grad = st.acc[s.shard_begin : s.shard_begin + s.length]
             if (
                 s.length == st.plan.layout.numels[s.param]
@@ -379,19 +402,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._passes.forget()
 
     def _update_host(self, grad_scale: float) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's parameters have left
         with self._unfinished_at(grad_scale):
             if self._ratios is not None:
                 self._ratios.update(grad_scale, self._steps)
+                self._to_device()
             else:
                 self._step_elements(grad_scale)
-        self._to_device()
 
     def _step_elements(self, grad_scale: float) -> None:
         groups = [
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
-        if self._passes is None or self._passes.in_memory:
+        if self._state.flat_host is not None:
+            self._step_and_send(groups)
+        elif self._passes is None or self._passes.in_memory:
             self._step_runs(self._args, self._runs, groups)
         else:
             self._update_cells(self._passes, groups)
@@ -403,7 +430,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         for s in self._state.plan.slices:
             part = slice(s.flat_begin, s.flat_begin + s.length)
-            self._state.flat[part].copy_(host[part])
+            self._state.flat[part].copy_(host[part], non_blocking=True)
+        self._note_sent()
+
+    def _note_sent(self) -> None:
+        self._sent = torch.cuda.Event()
+        self._sent.record(torch.cuda.current_stream(self._state.device))
+
+    def _step_and_send(self, groups: Sequence[tuple[Scalars, float]]) -> None:
+        """The step of offloaded states, a batch of runs after the other: new parameters go to the device while the next
+        ones are made."""
+        st, at = self._state, 0
+        host = cast(torch.Tensor, st.flat_host)
+        while at < len(self._runs):
+            end, n = at, 0
+            while end < len(self._runs) and (end == at or n + self._runs[end].n <= _PART):
+                end, n = end + 1, n + self._runs[end].n
+            runs = self._runs[at:end]
+            args = (StepArgs * len(runs)).from_buffer(self._args, at * ctypes.sizeof(StepArgs))
+            self._step_runs(args, runs, groups)
+            for begin, stop in _stretches(runs):
+                st.flat[begin:stop].copy_(host[begin:stop], non_blocking=True)
+            at = end
+        self._note_sent()
 
     def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
         for a, run in zip(args, runs):
@@ -490,6 +539,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if st.master is not None and not st.plan.parameters_as:
             for s, shard in self._shards:
                 st.flat[s.flat_begin : s.flat_begin + s.length].copy_(shard.data.view(-1))
+        elif st.flat_host is not None:
+            self._to_device()
 
     # ---- what users call ---------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here

@@ -76,7 +76,7 @@ class ShardFlats:
             state.flat = torch.zeros(plan.owned_elems, dtype=state.dtype, device=state.device)
             state.frozen_flat = torch.zeros(self._part, dtype=state.dtype, device=state.device)
         on_host = state.state_device != state.device
-        state.flat_host = memory.zeros(plan.owned_elems, state.dtype, memory.COLORS["lowp"]) if on_host else None
+        state.flat_host = state.zeros(plan.owned_elems, state.dtype, "lowp") if on_host else None
 
     def _from_rank_0(self, state: ModelState, p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         known = give(p)

@@ -126,10 +126,13 @@ def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     except DeepcError as exc:
         answer = {"error": str(exc)}
     except BaseException as exc:
+        why = "A dry run has shapes but no values; estimate"
+        if "fork-based" in str(exc):  # torch's own sentence
+            why = "Autograd has run on a GPU in this process: estimate before the first backward, or"
         answer = {
             "error": (
-                f"the dry run failed with {type(exc).__name__}: {str(exc)[:600]} (at {_place(exc)}). A dry run has"
-                " shapes but no values; estimate without a sample batch for the model states alone"
+                f"the dry run failed with {type(exc).__name__}: {str(exc)[:600]} (at {_place(exc)}). {why} without a"
+                " sample batch for the model states alone"
             )
         }
     try:

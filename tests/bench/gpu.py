@@ -1,0 +1,330 @@
+"""One GPU: optimizer kernels, fused operators, whole training steps and ZeRO-Offload beside their peers, on one
+machine in one run, in turn.
+
+    python tests/bench/gpu.py [--parts adamw loss ops train offload] [--rounds 7] [--size 125M] [--batch 16]
+    [--length 1024] [--offload-size 774M]
+
+adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
+loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
+ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
+train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
+offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload.
+
+Times are by CUDA events around work that is queued whole (adamw, loss, ops), or of the wall clock between
+synchronizations (train, offload)."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", "29517")
+os.environ.setdefault("DEEPC_LOG_LEVEL", "WARNING")
+for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+    os.environ.setdefault(name, value)  # DeepSpeed wants them
+
+import torch
+from common import emit, gpt2_shapes, paired, require_deepc, skip, version
+from contenders import CLIP, HYPER, MODELS, engine_config, engine_step
+
+MODELS |= {
+    "355M": dict(vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24, n_head=16),
+    "774M": dict(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
+    "1.5B": dict(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
+}
+PARTS = ("adamw", "loss", "ops", "train", "offload")
+OPS_ROWS = 1 << 16  # so that Python's part of a call is hidden
+HERE = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+def queued(contenders: Mapping[str, Callable[[], object]], rounds: int, repeat: int = 10) -> dict[str, list[float]]:
+    """Milliseconds a call, by events around `repeat` of them; in turns."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(-1, rounds):
+        for name, run in contenders.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(repeat):
+                run()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 0:
+                times[name].append(begin.elapsed_time(end) / repeat)
+    return times
+
+
+def tell(
+    figure: str, times: Mapping[str, list[float]], peers: list[str], unit: str = "ms", mine: str = "deepc", **more
+) -> None:
+    """One row each, then `mine` against each peer (above 1: deepc is better)."""
+    for name, values in times.items():
+        emit("gpu", figure, name, unit, values, **HERE, **more)
+    for peer in peers:
+        if peer in times and mine in times:
+            pair = (times[mine], times[peer]) if unit == "tokens/s" else (times[peer], times[mine])
+            emit("gpu", figure, mine, unit, times[mine], ratio=paired(*pair), peer=peer, **HERE, **more)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+def adamw(args: argparse.Namespace) -> None:
+    deepc = require_deepc()
+    models = {"124 M": gpt2_shapes(), "774 M": gpt2_shapes(width=1280, layers=36)}
+    for (size, shapes), dtype in itertools.product(models.items(), (torch.float32, torch.bfloat16)):
+
+        def parameters(dtype=dtype, shapes=shapes):
+            torch.manual_seed(0)
+            out = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype) * 0.02) for s in shapes]
+            for p in out:
+                p.grad = torch.randn_like(p)
+            return out
+
+        peers = {
+            "torch AdamW(fused=True)": torch.optim.AdamW(parameters(), fused=True, **HYPER),
+            "torch AdamW(foreach=True)": torch.optim.AdamW(parameters(), foreach=True, **HYPER),
+        }
+        made = peers | {"deepc": deepc.optim.AdamW(parameters(), **HYPER)}
+        count = sum(p.numel() for p in parameters())
+        source = torch.empty(count, device="cuda")
+        copy = functools.partial(torch.empty_like(source).copy_, source)
+        times = queued({n: o.step for n, o in made.items()} | {"copy": copy}, args.rounds)
+        rate = 8 * count / statistics.median(times.pop("copy")) / 1e6  # GB/s
+        more: dict[str, float] = {"copy_GB_s": round(rate)}
+        if dtype == torch.float32:  # parameters and moments are read and written, gradients read
+            more["of_limit"] = round(28 * count / rate / 1e6 / statistics.median(times["deepc"]), 3)
+        tell(f"AdamW, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}", times, list(peers), **more)
+        del peers, made, source, copy
+        free()
+
+
+def loss(args: argparse.Namespace) -> None:
+    import torch.nn.functional as F
+
+    deepc = require_deepc()
+    tokens, width, vocab = 16 * 1024, 768, 50257
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        hidden = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
+        weight = (torch.randn(vocab, width, device="cuda") * 0.02).to(dtype).requires_grad_()
+        labels = torch.randint(0, vocab, (tokens,), device="cuda")
+
+        def run(make, hidden=hidden, weight=weight):
+            hidden.grad = weight.grad = None
+            make().backward()
+
+        made = {
+            "F.linear, F.cross_entropy": lambda h=hidden, w=weight: F.cross_entropy(F.linear(h, w), labels),
+            "deepc": lambda h=hidden, w=weight: deepc.linear_cross_entropy(h, w, labels),
+        }
+        if dtype != torch.float32:
+            made["F.linear(...).float(), F.cross_entropy"] = lambda h=hidden, w=weight: F.cross_entropy(
+                F.linear(h, w).float(), labels
+            )
+        peaks = {}
+        for name, make in made.items():
+            run(make)
+            free()
+            begin = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run(make)
+            peaks[name] = [(torch.cuda.max_memory_allocated() - begin) / 2**20]
+        figure = f"linear + cross-entropy, {tokens} x {width} x {vocab}, {str(dtype)[6:]}"
+        others = [n for n in made if n != "deepc"]
+        tell(figure, queued({n: lambda m=m: run(m) for n, m in made.items()}, args.rounds, 3), others)
+        tell(figure, peaks, others, "MiB")
+
+
+def ops(args: argparse.Namespace) -> None:
+    from fused import FUNCTIONS, calls, functions, operands, shapes
+
+    torch.set_default_device("cuda")
+    try:
+        for name in FUNCTIONS:
+            if name == "attention":
+                continue  # torch's own on GPUs
+            mine, peers = functions(name)
+            for cols, heads in shapes(name)[-1:]:
+                for dtype in (torch.bfloat16, torch.float32):
+                    tensors = operands(name, OPS_ROWS, cols, dtype, heads)
+                    both = {"deepc": calls(mine, tensors), **{p: calls(f, tensors) for p, f in peers.items()}}
+                    for i, what in enumerate(("forward", "forward and backward")):
+                        times = queued({n: c[i] for n, c in both.items()}, args.rounds, 20)
+                        tell(
+                            f"{name}, {OPS_ROWS} x {cols * max(1, heads)}, {str(dtype)[6:]}, {what}", times, list(peers)
+                        )
+    finally:
+        torch.set_default_device(None)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+def gpt(size: str, length: int, recompute: bool):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = MODELS[size] | {"n_positions": length}
+    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False, loss_type="ForCausalLM")).train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def by_hand(model, masters: bool):
+    """Plain torch: autocast on fp32 weights, or bf16 weights with fp32 masters; clip; fused AdamW."""
+    model = model.cuda()
+    if masters:
+        kept = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        model = model.bfloat16()
+        weights = list(model.parameters())
+    else:
+        kept = weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(kept, fused=True, **HYPER)
+
+    def step(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not masters):
+            result = model(input_ids=x, labels=x).loss
+        result.backward()
+        if masters:
+            for w, m in zip(weights, kept):
+                m.grad, w.grad = w.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(kept, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if masters:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+        return result.detach()
+
+    return step, lambda: None
+
+
+def with_engine(package: str, model, stage: int, batch: int, offload: bool, fuse: bool):
+    config = engine_config("bf16", stage) | {"train_micro_batch_size_per_gpu": batch}
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        config["zero_force_ds_cpu_optimizer"] = True
+    if package == "deepspeed":
+        import deepspeed
+
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        return engine_step(engine), engine.destroy
+    deepc = require_deepc()
+    if fuse:
+        deepc.fuse(model)
+    engine = deepc.initialize(model=model, config=config, device="cuda")[0]
+    return engine_step(engine), engine.destroy
+
+
+def training(figure: str, size: str, made: Mapping[str, Callable], args: argparse.Namespace, recompute=False) -> None:
+    """Each contender in a turn of its own, `rounds` bursts of 4 steps: they don't fit beside each other."""
+    times: dict[str, list[float]] = {}
+    memory: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
+    batch = args.batch
+    data = torch.randint(0, 50257, (8, batch, args.length), generator=torch.Generator().manual_seed(3)).cuda()
+    for name, make in made.items():
+        try:
+            free()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()  # of contenders that did not give everything back
+            step, close = make(gpt(size, args.length, recompute))
+            losses[name] = [step(data[i % 8]).item() for i in range(3)]
+            times[name] = []
+            for _ in range(args.rounds):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for i in range(args.burst):
+                    last = step(data[i % 8])
+                torch.cuda.synchronize()
+                times[name].append(args.burst * batch * args.length / (time.perf_counter() - begin))
+            losses[name].append(last.item())
+            memory[name] = [(torch.cuda.max_memory_allocated() - before) / 2**20]
+            close()
+            del step, close
+        except Exception as exc:
+            times.pop(name, None)
+            skip("gpu", f"{figure}: {name}", f"{type(exc).__name__}: {str(exc)[:400]}")
+            if args.debug:
+                raise
+    for mine in [n for n in times if n.startswith("deepc")]:
+        others = [n for n in times if not n.startswith("deepc")]
+        shown = {n: v for n, v in times.items() if n in (mine, *others)}
+        more = {"losses": losses[mine]}
+        tell(figure, {mine: shown[mine]}, [], "tokens/s", **more)
+        for peer in others:
+            ratio = statistics.median(times[mine]) / statistics.median(times[peer])
+            less = memory[peer][0] / memory[mine][0]
+            emit(
+                "gpu",
+                figure,
+                mine,
+                "tokens/s",
+                times[mine],
+                ratio=ratio,
+                peer=peer,
+                memory_ratio=round(less, 3),
+                **HERE,
+            )
+    for name in times:
+        emit("gpu", figure, name, "tokens/s", times[name], **HERE, MiB=round(memory[name][0]), losses=losses[name])
+
+
+def train(args: argparse.Namespace) -> None:
+    made: dict[str, Callable] = {}
+    for stage in (1, 2, 3) if version("deepspeed") else ():
+        made[f"DeepSpeed ZeRO-{stage}"] = lambda m, s=stage: with_engine("deepspeed", m, s, args.batch, False, False)
+    made["torch, autocast"] = lambda m: by_hand(m, False)
+    made["torch, bf16 weights, fp32 masters"] = lambda m: by_hand(m, True)
+    for stage, fuse in ((0, False), (2, False), (3, False), (2, True)):
+        made[f"deepc ZeRO-{stage}{', deepc.fuse' if fuse else ''}"] = lambda m, s=stage, f=fuse: with_engine(
+            "deepc", m, s, args.batch, False, f
+        )
+    training(f"GPT-2 {args.size}, bf16, {args.batch} x {args.length}", args.size, made, args)
+
+
+def offload(args: argparse.Namespace) -> None:
+    size = args.offload_size
+    made: dict[str, Callable] = {}
+    for package in (("deepspeed",) if version("deepspeed") else ()) + ("deepc",):
+        for stage in (2, 3):
+            name = f"{'DeepSpeed' if package == 'deepspeed' else package} ZeRO-{stage}, offloaded"
+            made[name] = lambda m, p=package, s=stage: with_engine(p, m, s, args.batch, True, False)
+    args = argparse.Namespace(**vars(args) | {"rounds": args.offload_rounds, "burst": 1})
+    training(
+        f"GPT-2 {size}, bf16, {args.batch} x {args.length}, optimizer on the host", size, made, args, recompute=True
+    )
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--burst", type=int, default=4, help="steps a round of train")
+    parser.add_argument("--size", choices=MODELS, default="125M")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--offload-size", choices=MODELS, default="774M")
+    parser.add_argument("--offload-rounds", type=int, default=5)
+    parser.add_argument("--debug", action="store_true", help="raise what stops a contender")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        return skip("gpu", "all", "there is no CUDA device")
+    for part in args.parts:
+        globals()[part](args)
+
+
+if __name__ == "__main__":
+    main()
