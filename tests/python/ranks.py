@@ -239,11 +239,12 @@ def run_ranks(
     fresh: bool = False,
     executes: bool = False,
     env: dict[str, str] | None = None,
+    nodes: str = "",
 ) -> list[Any]:
     """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group,
     made before and destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of
     its collectives. may_die: ranks that may end or be killed (their result is None; implies fresh). executes: implies
-    fresh. env: further variables."""
+    fresh. env: further variables. nodes: the node of each rank, a letter each, for all groups, also the default one."""
     fresh = fresh or executes or bool(may_die)
     workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
@@ -257,6 +258,7 @@ def run_ranks(
             "args": tuple(args),
             "backend": backend,
             "timeout_s": timeout_s,
+            "nodes": nodes,
         }
         Path(folder, "job").write_bytes(pickle.dumps(job))
         codes: list[int | None] = [None] * world
@@ -279,7 +281,15 @@ def run_ranks(
                 pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)
             ]
     return run_ranks(
-        fn, world, args=args, backend=backend, timeout_s=timeout_s, limit_s=limit_s, may_die=may_die, env=env
+        fn,
+        world,
+        args=args,
+        backend=backend,
+        timeout_s=timeout_s,
+        limit_s=limit_s,
+        may_die=may_die,
+        env=env,
+        nodes=nodes,
     )  # by now the pool is empty
 
 
@@ -348,7 +358,13 @@ def _run_job(rank: int, folder: str) -> None:
 
     job = pickle.loads(Path(folder, "job").read_bytes())
     world = job["world"]
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    nodes = job["nodes"] or "a" * world
+    here = [r for r in range(world) if nodes[r] == nodes[rank]]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK=str(here.index(rank)), LOCAL_WORLD_SIZE=str(len(here)))
+    os.environ.pop("DEEPC_NODE_ID", None)
+    if job["nodes"]:
+        os.environ["DEEPC_NODE_ID"] = f"node {nodes[rank]}"
     fn = importlib.import_module(job["module"])
     for part in job["name"].split("."):
         fn = getattr(fn, part)

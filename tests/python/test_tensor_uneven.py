@@ -53,12 +53,13 @@ def by_torch(model, steps=STEPS):
     return clipped(model, optimizer, lambda: model(**next(data)).loss, MICRO, steps, CLIP)
 
 
-def engine_of(model, mesh, stage, **config):
+def engine_of(model, mesh, stage, sample=None, **config):
+    """sample: a micro-batch as the model gets them, where that is another."""
     import deepc
 
     return deepc.initialize(
         model=model,
-        sample_batch=next(micro_batches()) if mesh.pp > 1 else None,
+        sample_batch=(sample or next(micro_batches())) if mesh.pp > 1 else None,
         config={
             "train_batch_size": SAMPLES,
             "gradient_accumulation_steps": MICRO,
