@@ -147,6 +147,7 @@ SPREAD = [
     ({"dp": 2, "ep": 2}, "ab", FEW, RULES),
     ({"dp": 4, "ep": 2}, "aabb", ALL, RULES),
     ({"dp": 4, "ep": 2}, "abab", FEW, RULES),
+    ({"dp": 4, "ep": 2}, "aabb", FEW, RULES),
     ({"dp": 4, "ep": 4}, "aabb", FEW, RULES),
     ({"dp": 4, "ep": 4}, "abcd", ALL, RULES),
     ({"sp": 2, "ep": 2}, "ab", FEW, RULES),
@@ -166,7 +167,6 @@ SPREAD = [
     ("sizes", "nodes", "places", "stages", "rules"),
     [
         ({"dp": 2, "sp": 2, "ep": 2}, "abab", FEW, (1,), RULES),  # sequences and experts between nodes
-        ({"dp": 4, "ep": 2}, "aabb", FEW, (3,), RULES),  # experts inside of nodes
         *(
             pytest.param(sizes, nodes, places, STAGES, rules, marks=FULL)
             for sizes, nodes, places, rules in SHARED + SPREAD

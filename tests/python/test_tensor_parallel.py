@@ -345,6 +345,36 @@ def test_shards_are_dtensors_and_come_together():
     run_ranks(_dtensors, 2)
 
 
+def _by_dcp(rank, world, family, tp, folder, saves):
+    """Saves, or loads into other weights: those of all ranks together."""
+    import torch.distributed.checkpoint as dcp
+    from deepc.parallel.tensor import cut_model, dtensors, tensor_group
+    from deepc.plan.mesh import Mesh
+
+    model = transformer(family)
+    if not saves:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7)
+    state = model.state_dict()
+    if tp > 1:
+        cut_model(model, tensor_group(Mesh(dp=world // tp, tp=tp)))
+        state = dtensors(model)
+    (dcp.save if saves else dcp.load)(state, checkpoint_id=folder)
+    return {n: t.full_tensor() if tp > 1 else t for n, t in state.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_torchs_checkpoints_hold_the_whole(family, tmp_path):
+    """torch.distributed.checkpoint of 2 ranks (GPT-2's q, k and v lie in one weight, of which each rank has three
+    stretches), loaded by 2 and by one without tensor parallelism."""
+    whole = transformer(family).state_dict()
+    run_ranks(_by_dcp, 2, family, 2, str(tmp_path), True)
+    for world, tp in ((2, 2), (1, 1)):
+        for got in run_ranks(_by_dcp, world, family, tp, str(tmp_path), False):
+            assert all(torch.equal(got[n], t) for n, t in whole.items()), (world, tp)
+
+
 # ---- DeepSpeed's names -----------------------------------------------------------------------------------------------
 def _compat(rank, world):
     import deepc

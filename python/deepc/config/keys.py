@@ -91,7 +91,7 @@ _OVERLAPS = "with device nvme, reads, arithmetic and writes always overlap"
 _NO_BUFFERS = "parameters are read from the disk straight into the memory that the model computes with"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _WITH_THE_CORE = "sums over tensor-parallel ranks run on the cores that compute"
-_NO_TP = "there are no tensor-parallel ranks"
+_WHOLE = "each tensor-parallel rank hands all of an activation to the rank of its place in the next stage"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
 
@@ -851,8 +851,8 @@ KEYS: tuple[Key, ...] = (
     ),
     _inert("pipeline.partition", "str", "best", "How layers are cut.", "PipelineModule(partition_method=) decides"),
     _inert("pipeline.seed_layers", "bool", False, "Seeds of layers.", "PipelineModule(seed_layers=) decides"),
-    _inert("pipeline.pipe_partitioned", "bool", True, "Activations in parts over tensor-parallel ranks.", _NO_TP),
-    _inert("pipeline.grad_partitioned", "bool", True, "The same of gradients.", _NO_TP),
+    _inert("pipeline.pipe_partitioned", "bool", True, "Activations in parts over tensor-parallel ranks.", _WHOLE),
+    _inert("pipeline.grad_partitioned", "bool", True, "The same of gradients.", _WHOLE),
     _inert("pipeline.use_reentrant", "bool", True, "Kind of recomputation.", "recomputation is never reentrant here"),
     _active(
         "tensor_parallel.autotp_size",
