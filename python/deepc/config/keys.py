@@ -92,6 +92,7 @@ _NO_BUFFERS = "parameters are read from the disk straight into the memory that t
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _WITH_THE_CORE = "sums over tensor-parallel ranks run on the cores that compute"
 _WHOLE = "each tensor-parallel rank hands all of an activation to the rank of its place in the next stage"
+_PARTITION = 'PipelineModule(partition_method=) decides; pipeline.stages measures, as its "time" does'
 _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
 
@@ -849,7 +850,7 @@ KEYS: tuple[Key, ...] = (
         "A PipelineModule computes so many layers at a time again in backward; 0: what the module says.",
         ge=0,
     ),
-    _inert("pipeline.partition", "str", "best", "How layers are cut.", "PipelineModule(partition_method=) decides"),
+    _inert("pipeline.partition", "str", "best", "How layers are cut.", _PARTITION),
     _inert("pipeline.seed_layers", "bool", False, "Seeds of layers.", "PipelineModule(seed_layers=) decides"),
     _inert("pipeline.pipe_partitioned", "bool", True, "Activations in parts over tensor-parallel ranks.", _WHOLE),
     _inert("pipeline.grad_partitioned", "bool", True, "The same of gradients.", _WHOLE),

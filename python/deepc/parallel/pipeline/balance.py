@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ...errors import ArgumentError
 
-METHODS = "uniform, parameters, type:REGEX"
+METHODS = "uniform, parameters, type:REGEX, time"
+ALIKE = 0.005  # of a stage's time, which clocks do not tell apart
 _ROUNDING = 1e-12  # of sums in another order
 
 
@@ -46,8 +47,8 @@ def cut(costs: Sequence[float], stages: int, slack: float = 0.0) -> list[int]:
 
 
 def costs_of(method: str, parameters: Sequence[int], names: Sequence[str]) -> list[float]:
-    """What layers weigh by a method of METHODS. parameters: how many each has; names: of their classes. ArgumentError
-    for another method, or a REGEX that no class matches."""
+    """What layers weigh by a method of METHODS but "time", which timed.py measures. parameters: how many each has;
+    names: of their classes. ArgumentError for another method, or a REGEX that no class matches."""
     wanted = method.lower()
     if wanted == "uniform":
         return [1.0] * len(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
 from ..tensor.rules import tp_model_init
-from . import balance
+from . import balance, timed
 from .part import Call, Tie
 
 
@@ -68,7 +69,8 @@ class PipelineModule(torch.nn.Module):
     others are data-parallel. loss_fn(outputs, labels): the loss of the last layer's output; None: that is the loss. A
     micro-batch is (inputs, labels). seed_layers: layer i is built after torch.manual_seed(base_seed + i) (or
     seed_fn(base_seed + i)), so that all ways to cut begin with the same weights. partition_method: "uniform",
-    "parameters" (about equally many in each stage) or "type:REGEX" (equally many layers whose class matches).
+    "parameters" (about equally many in each stage), "type:REGEX" (equally many layers whose class matches) or "time"
+    (about equally long forward and backward, measured with sample_batch=(inputs, labels), a micro-batch; collective).
     activation_checkpoint_interval: so many layers are computed again in backward; checkpointable_layers: only chunks
     that have a layer of these class names. schedule: how micro-batches go through the stages, one of
     plan/schedule.py's kinds, or a Schedule (Schedule.parse of a file of torch.distributed.pipelining's, say). chunks:
@@ -95,6 +97,7 @@ class PipelineModule(torch.nn.Module):
         *,
         schedule: str | Schedule = "1f1b",
         chunks: int | None = None,
+        sample_batch: Any = None,
     ) -> None:
         super().__init__()
         self._specs = list(layers)
@@ -111,7 +114,7 @@ class PipelineModule(torch.nn.Module):
         self.order = Order.of(schedule, self.mesh.pp, chunks)
         here = self.mesh.coordinates(dist.get_rank()).pp
         stages = self.order.stages
-        self.cuts = balance.cut(balance.costs_of(partition_method, *_weigh(self._specs, partition_method)), stages)
+        self.cuts = self._cut(partition_method, sample_batch)
         self.num_stages, self.stage_id = self.mesh.pp, here
         self._rank_of = [self.order.rank_of(s) for s in range(stages)]
         self.stages = [s for s in range(stages) if self._rank_of[s] == here]
@@ -127,6 +130,33 @@ class PipelineModule(torch.nn.Module):
                 self._specs[i] = None  # another rank's: its memory goes
         self._running = self.stages
 
+    # ---- cutting -----------------------------------------------------------------------------------------------------
+    def _cut(self, method: str, sample: Any) -> list[int]:
+        if method.lower() != "time":
+            return balance.cut(balance.costs_of(method, *_weigh(self._specs, method)), self.order.stages)
+        seconds = timed.costs([self._candidate(i) for i in range(len(self._specs))], sample, self.loss_fn, self._now_s)
+        return balance.cut(seconds, self.order.stages, balance.ALIKE)
+
+    def _candidate(self, index: int) -> timed.Candidate:
+        """A layer to be timed: made for it anew, or what was given."""
+        layer = self._specs[index]
+
+        def make() -> tuple[torch.nn.Module | None, Callable[[Any], Any]]:
+            if not isinstance(layer, LayerSpec):
+                return layer if isinstance(layer, torch.nn.Module) else None, _callable(index, layer)
+            module, forward = self._built(index, layer), getattr(layer, "forward_fn", None)
+            return module, module if forward is None else lambda x: forward(module, x)
+
+        def again(module: torch.nn.Module | None) -> bool:
+            names = self._recomputed
+            return bool(self.activation_checkpoint_interval) and (names is None or type(module).__name__ in names)
+
+        kind = repr(layer) if isinstance(layer, LayerSpec) and not isinstance(layer, TiedLayerSpec) else None
+        return timed.Candidate(_named(layer), make, kind, again)
+
+    def _now_s(self) -> float:
+        return time.perf_counter()
+
     # ---- building ----------------------------------------------------------------------------------------------------
     def _build(self, index: int, layer: Layer) -> Callable[[Any], Any]:
         if self._seed is not None:
@@ -141,9 +171,7 @@ class PipelineModule(torch.nn.Module):
             module = self._built(index, layer) if isinstance(layer, LayerSpec) else layer
             self.add_module(str(index), module)
             return module
-        if not callable(layer):
-            raise ArgumentError(f"layer {index} is {layer!r}; a layer is a LayerSpec, a module or a function")
-        return layer  # type: ignore[no-any-return]
+        return _callable(index, layer)
 
     @staticmethod
     def _built(index: int, spec: LayerSpec) -> torch.nn.Module:
@@ -360,7 +388,7 @@ def _weigh(specs: Sequence[Layer], method: str) -> tuple[list[int], list[str]]:
     and that only if the method asks for parameters."""
     counts, names, keys = [], [], set()
     for spec in specs:
-        names.append(spec.name if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__))
+        names.append(_named(spec))
         module = spec
         if isinstance(spec, LayerSpec):
             known = isinstance(spec, TiedLayerSpec) and spec.key in keys
@@ -373,6 +401,16 @@ def _weigh(specs: Sequence[Layer], method: str) -> tuple[list[int], list[str]]:
         trained = module.parameters() if isinstance(module, torch.nn.Module) else ()
         counts.append(sum(p.numel() for p in trained if p.requires_grad))
     return counts, names
+
+
+def _named(spec: Layer) -> str:
+    return spec.name if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _callable(index: int, layer: Layer) -> Callable[[Any], Any]:
+    if not callable(layer):
+        raise ArgumentError(f"layer {index} is {layer!r}; a layer is a LayerSpec, a module or a function")
+    return layer  # type: ignore[no-any-return]
 
 
 def _name_of(spec: Layer) -> str | None:

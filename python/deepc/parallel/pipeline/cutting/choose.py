@@ -11,7 +11,6 @@ from .chain import Chain, Unit
 
 _GAIN = 0.98  # of the dearest stage's time, for which a block is cut inside
 _EVEN = 1.03  # the dearest stage over the cheapest, up to which a gain of less is not worth finer parts
-_ALIKE = 0.005  # of a stage's time, which clocks do not tell apart
 
 
 def costs_of(chain: Chain, units: Sequence[Unit], rounds: Sequence[Sequence[float]]) -> list[float]:
@@ -67,7 +66,7 @@ def best(chain: Chain, units: Sequence[Unit], costs: Sequence[float], stages: in
         coarse, sums = joined(units, costs, lambda i, kept=kept: kept.get(i, ()))  # type: ignore[misc]  # of this turn
         if len(coarse) < stages and kept is not levels[-1]:
             continue
-        cuts = balance.cut(sums, stages, _ALIKE)
+        cuts = balance.cut(sums, stages, balance.ALIKE)
         times = [sum(sums[a:b]) for a, b in zip(cuts, cuts[1:])]
         dearest, uneven = max(times), max(times) / max(min(times), 1e-30)  # of parameters, a stage may have none
         if (
