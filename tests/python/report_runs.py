@@ -182,6 +182,26 @@ def trace(path: Path, rank: int, *, steps: int = 4, layers: int = 6, seed: int =
     return out
 
 
+def batch(kind: str = "1f1b", *, stages: int = 2, micro_batches: int = 4, late: float = 1.0, step: int = 3) -> dict:
+    """What a pipeline leaves of a measured batch: stages of 10, 20, ... ms forward, backward twice that. late: how much
+    longer than predicted everything took."""
+    from deepc.plan.schedule import Costs, Schedule
+
+    plan = Schedule.make(kind, stages=stages, micro_batches=micro_batches)
+    costs = [Costs(*(0.01 * (s + 1) for _ in "FIW")) for s in range(plan.stages)]
+    spans = plan.simulate(costs).spans
+    rows = [[[round(1e6 * s.start), round(1e6 * s.end)] for s in row] for row in spans]
+    return {
+        "event": "pipeline",
+        "step": step,
+        "at": 1.0,
+        "schedule": str(plan),
+        "costs": [[round(1e6 * x) for x in of] for of in costs],
+        "predicted": rows,
+        "measured": [[[late * a, late * a + b - a] for a, b in row] for row in rows],
+    }
+
+
 def comms(path: Path, rank: int, *, late: bool = True) -> dict:
     """comms_logger's log_all(return_dict=True) as a file."""
 

@@ -595,7 +595,7 @@ def _measures(rank, world, schedule):
     data = batches(0, MICRO, 1)
     engine.train_batch(data)
     found = engine.measure_batch(data)
-    assert engine._stages.times is None
+    assert len(engine._stages.times) == len(found.schedule.ranks[rank])
     return float(found.loss), str(found.schedule), found.timeline, found.costs, found.predicted
 
 
@@ -619,6 +619,33 @@ def test_a_measured_batch_has_the_times_of_every_rank(schedule):
     assert all(c.F > 0 and c.I > 0 and (c.W > 0) == (schedule == "zb-v") for c in costs)
     assert 0 < predicted.makespan <= timeline.makespan * 1.5 and timeline.peak == predicted.peak
     assert "F0" in drawing.svg(plan, timeline, "measured")
+
+
+def _leaves_times(rank, world, folder):
+    config = {"gradient_accumulation_steps": MICRO, "deepc": {"run_dir": folder}} if rank == 0 else {}
+    engine = _engine(2, {"gradient_accumulation_steps": MICRO, **config})
+    data = batches(0, MICRO, 1)
+    for _ in range(4):
+        engine.train_batch(data)
+    found = engine.measure_batch(data)
+    engine.destroy()
+    return found.timeline.spans, found.predicted.spans
+
+
+def test_a_run_folder_gets_the_times_of_its_third_batch_and_of_those_that_are_measured(tmp_path):
+    """Though one rank alone knows that there is a folder."""
+    import json
+
+    from deepc.observe.report import digest, folder
+
+    spans, predicted = run_ranks(_leaves_times, 2, str(tmp_path))[0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("event") == "pipeline"] == [3, 5]
+    (run,) = folder.read_runs(tmp_path)
+    shown = digest.pipeline(run)
+    assert run.problems == [] and (shown["step"], shown["ranks"], shown["micro_batches"]) == (5, 2, MICRO)
+    for name, rows in (("measured", spans), ("predicted", predicted)):
+        assert shown[name]["spans"] == [[[round(1e6 * s.start), round(1e6 * s.end)] for s in row] for row in rows]
 
 
 # ---- schedules that are given ----------------------------------------------------------------------------------------

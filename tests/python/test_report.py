@@ -272,6 +272,47 @@ def test_a_timeline_begins_at_zero_and_a_long_one_keeps_whole_last_steps(tmp_pat
     assert "step 4" in names and "step 1" not in names
 
 
+def noted(folder: Path, *notes: dict, **info) -> Path:
+    """A run folder with these notes."""
+    folder.mkdir(exist_ok=True)
+    report_runs.metrics(folder / "metrics.jsonl", 5)
+    with (folder / "metrics.jsonl").open("a") as f:
+        f.write("".join(json.dumps(n) + "\n" for n in notes))
+    if info:
+        (folder / "run.json").write_text(json.dumps(info))
+    return folder
+
+
+def test_the_last_batch_of_a_pipeline_is_shown_as_predicted_and_as_measured(tmp_path):
+    """1F1B, 2 stages, 4 micro-batches of 30 and 60 ms: the second stage waits for one forward."""
+    run = read(noted(tmp_path, report_runs.batch(step=3), report_runs.batch(step=5, late=1.5)))
+    found = d.pipeline(run)
+    assert (found["step"], found["ranks"], found["micro_batches"]) == (5, 2, 4)
+    assert [a[0] for a in found["actions"][0]] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    predicted, measured = found["predicted"], found["measured"]
+    makespan = 10e3 + 4 * 60e3 + 20e3  # the first forward before it and the last backward behind it
+    assert predicted["us"] == makespan and predicted["waits"] == pytest.approx(1 - 4 * 90e3 / (2 * makespan))
+    last = predicted["spans"][0][-1]
+    assert measured["spans"][0][-1] == [1.5 * last[0], 1.5 * last[0] + last[1] - last[0]]
+    assert measured["us"] == 1.5 * 250e3 + 20e3 and measured["waits"] == pytest.approx(1 - 360 / (2 * 395))
+    assert found["stages"] == [dict.fromkeys("FIW", 0.01), dict.fromkeys("FIW", 0.02)]
+    said = [f["text"] for f in d.findings(run)]
+    assert any("ranks of the pipeline wait 54 % of a batch" in t and "its schedule has 33 %" in t for t in said), said
+    assert any("stage 1 of the pipeline takes 1.33 times the mean" in t for t in said)
+    assert not any(e["kind"] == "pipeline" for e in d.events(run))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"schedule": "0F0 x"}, {"measured": [[[0, 1]]]}, {"predicted": None}, {"costs": [[1, 2]]}, {"schedule": 5}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_times_of_a_batch_that_are_not_whole_are_a_problem_and_no_picture(tmp_path, wrong):
+    run = read(noted(tmp_path, {**report_runs.batch(), **wrong}))
+    shown = d.digest(run)
+    assert shown["pipeline"] is None and any("times of a pipeline's batch" in p for p in shown["problems"])
+
+
 def test_what_stands_out(tmp_path):
     def texts(rows):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -350,6 +391,11 @@ def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
+def missing(text: str) -> str:
+    """What a page says is not in the run's folder."""
+    return re.search(r'<div class="sub" id="missing">.*?</div>', text, re.S)[0]
+
+
 @pytest.mark.full
 def test_the_page_in_a_browser(tmp_path):
     folder = report_runs.whole(
@@ -414,12 +460,36 @@ def test_sections_without_content_are_named_in_one_place_in_a_browser(tmp_path):
     assert not any("hidden" in heading(name) for name in ("time", "memory", "events", "configuration"))
     assert all('hidden=""' in heading(name) for name in ("timeline", "communication"))
     assert all(re.search(rf'<a href="#{name}" hidden="">', text) for name in ("timeline", "communication"))
-    missing = re.search(r'<div class="sub" id="missing">.*?</div>', text, re.S)[0]
-    assert "a timeline" in missing and "comms_logger" in missing and "docs/" not in missing
+    absent = missing(text)
+    assert "a timeline" in absent and "comms_logger" in absent and "docs/" not in absent
     mean = sum(r["loss"] for r in rows[-5:]) / 5
     tile = re.search(r'<div class="label">Loss</div><div class="value">([\d.]+)</div><div class="more">([^<]*)', text)
     assert math.isclose(float(tile[1]), mean, rel_tol=1e-3) and tile[2].startswith("mean of the last 5 steps, from ")
     assert re.search(r'<div class="label">Validation loss</div><div class="value">3.1</div>', text)
+
+
+def test_a_pipeline_in_a_browser(tmp_path):
+    """The predicted schedule above the measured one, on one scale."""
+    text, console = dom(write_report(noted(tmp_path / "run", report_runs.batch("zb-v", late=2.0))))
+    assert console == "" and 'data-ready="yes"' in text
+    both = re.findall(r'<g data-lanes="(\w+)">(.*?)</g>', text, re.S)
+    assert [name for name, _ in both] == ["predicted", "measured"]
+    ends = []
+    for name, lanes in both:
+        bars = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="\d+" fill="#', lanes)
+        rows = re.findall(rf">{name}: [^<]*, ranks wait [\d.]+ %<|>(rank \d)<", lanes)
+        assert len(bars) == 2 * 4 * (2 * 3) + 2 and rows == ["", "rank 0", "rank 1"]
+        ends.append((max(float(x) + float(w) for x, _, w in bars[1:]), {float(y) for _, y, _ in bars}))
+    assert max(ends[0][1]) < min(ends[1][1]) and len(ends[0][1]) == len(ends[1][1]) == 2
+    assert "the schedule of a pipeline" not in missing(text) and re.search(r'id="stages".*?stage 3</td>', text, re.S)
+
+
+@pytest.mark.full
+def test_a_pipeline_that_has_left_no_times_is_named_in_a_browser(tmp_path):
+    text, console = dom(write_report(noted(tmp_path / "run", config={"pipeline": {"stages": 2}})))
+    assert console == "" and "engine.measure_batch" in missing(text)
+    text, _ = dom(write_report(noted(tmp_path / "other")))
+    assert "engine.measure_batch" not in missing(text) and re.search(r'<h2 id="pipeline" hidden="">', text)
 
 
 @pytest.mark.full

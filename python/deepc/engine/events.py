@@ -13,6 +13,7 @@ costs a loop over an empty tuple.
 | step | None | StepResult of the step that ended an accumulation, else None |
 | gradient norm, update, publish | None | None; parts of such a step |
 | discard | (told at once, as an end) | None: gradients were dropped by zero_grad |
+| measure | (told at once, as an end) | the times of a pipeline's batch (parallel.pipeline.measured.Measured) |
 | save_checkpoint, load_checkpoint, save_16bit_model | the folder | the folder |
 | offload_states, reload_states | None | None |
 | write shard, publish checkpoint | None | None; parts of save_checkpoint |

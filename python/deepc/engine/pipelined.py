@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..parallel.pipeline.part import Part
     from .events import Watcher
 
+_SHOWN = 3  # the batch whose times a run's folder gets; those before it find nothing warm
 _ONLY = (
     "an engine of a pipeline runs whole batches: call engine.train_batch(data_iter), or engine.eval_batch(data_iter)"
 )
@@ -38,6 +39,8 @@ class PipelineEngine(Engine):
 
     part: Part
     _wants_loss = True
+    _begun = 0  # batches of training
+    _shows = False  # whether this one is measured, for a run's folder
 
     def __init__(
         self, model: torch.nn.Module, config: Config, *, watchers: Sequence[Watcher] = (), **given: Any
@@ -104,8 +107,15 @@ class PipelineEngine(Engine):
         """Takes gradient_accumulation_steps micro-batches (of `data_iter`, or of training_data, which begins again at
         its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
         the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
+        loss = self._train_batch(data_iter)
+        if self._shows:
+            self._measured(loss)
+        return loss
+
+    def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         self.require_alive("train_batch")
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
+        self._begun += 1
         if self.curriculum.scheduler is not None:
             batches = self.curriculum.micro_batches(self.global_steps + 1, batches)
         if self.unequal_batches is not None:
@@ -150,16 +160,17 @@ class PipelineEngine(Engine):
 
     def measure_batch(self, data_iter: Iterator[Any] | None = None) -> Measured:
         """train_batch, with the times of its actions on all ranks of this pipeline, and what the schedule's simulation
-        says of the same costs (parallel/pipeline/measured.py); deepc.plan.predict.timeline draws both. Collective."""
-        part, mine = self.part, list[tuple[float, float]]()
-        self._stages.times = mine
-        try:
-            loss = self.train_batch(data_iter)
-        finally:
-            self._stages.times = None
-        schedule = part.order.schedule(self.micro_batches)
+        says of the same costs (parallel/pipeline/measured.py); deepc.plan.predict.timeline draws both, and `deepc
+        report` what the run's folder got last. Collective."""
+        return self._measured(self._train_batch(data_iter))
+
+    def _measured(self, loss: torch.Tensor) -> Measured:
+        """Of the batch that has just ended. Collective."""
+        schedule = self.part.order.schedule(self.micro_batches)
         column = self.mesh.group("pp", self.everyone.rank)
-        return measured(loss, schedule, mine, column, self.everyone.gather_all)
+        found = measured(loss, schedule, self._stages.times, column, self.everyone.gather_all)
+        self.events.end("measure", found)
+        return found
 
     def eval_batch(
         self,
@@ -219,9 +230,10 @@ class PipelineEngine(Engine):
             batches = self._draw(data_iter, count)
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
-        mine = [failure is not None, trains, count, self._lent_versions != self._versions_of_lent()]
-        *said, written = zip(*self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64)).tolist())
-        said = list(zip(*said))
+        shows = trains and self._begun == _SHOWN - 1 and self.monitor is not None and self.monitor.writes
+        mine = [failure is not None, trains, count, self._lent_versions != self._versions_of_lent(), shows]
+        *said, written, shown = zip(*self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64)).tolist())
+        said, self._shows = list(zip(*said)), any(shown)
         if failure is not None:
             raise failure
         if bad := [str(rank) for rank, (failed, *_) in enumerate(said) if failed]:

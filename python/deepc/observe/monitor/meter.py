@@ -109,6 +109,7 @@ class Meter(Listener):
             "discard": self._discard,
             "save_checkpoint": lambda path: self._disk_ends("save", path),
             "load_checkpoint": lambda path: self._disk_ends("load", path),
+            "measure": self._batch_is_measured,
         }
         self._open(engine)
 
@@ -260,6 +261,22 @@ class Meter(Listener):
     def take(self, rows: torch.Tensor) -> None:
         """rows: [ranks, ROW], what all ranks said."""
         self._rows = rows.tolist()
+
+    # ---- pipelines ---------------------------------------------------------------------------------------------------
+    @property
+    def writes(self) -> bool:
+        """Whether records go anywhere but to lines."""
+        return self._writes
+
+    def _batch_is_measured(self, found: Any) -> None:
+        """found: parallel/pipeline/measured.py's. Its times in microseconds."""
+
+        def rows(timeline: Any) -> list[list[list[int]]]:
+            return [[[round(1e6 * s.start), round(1e6 * s.end)] for s in row] for row in timeline.spans]
+
+        costs = [[round(1e6 * seconds) for seconds in of] for of in found.costs]
+        fields = {"measured": rows(found.timeline), "predicted": rows(found.predicted), "costs": costs}
+        self.note("pipeline", schedule=str(found.schedule), **fields)
 
     # ---- after the step ----------------------------------------------------------------------------------------------
     def _step_begins(self, _: Any) -> None:

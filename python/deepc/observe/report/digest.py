@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import ArgumentError
+from ...plan.schedule import Schedule
 from .folder import Run, is_not_finite, number
 
 POINTS = 1600  # of a curve: more than the pixels that it gets
@@ -70,6 +72,7 @@ def digest(run: Run) -> dict[str, Any]:
         "skipped": [{"step": s["step"], "reason": str(s.get("reason") or "")} for s in run.steps if s.get("skipped")],
         "memory": memory(run),
         "communication": communication(run),
+        "pipeline": pipeline(run),
         "timeline": timeline(run),
         "events": events(run),
         "findings": findings(run),
@@ -377,6 +380,66 @@ def _late(run: Run, op: str, nbytes: int) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+# ---- pipeline --------------------------------------------------------------------------------------------------------
+_BUBBLE = 0.05  # by which ranks wait longer than the schedule says
+_UNEVEN = 1.1  # the dearest stage over the mean of all
+
+
+@_once
+def pipeline(run: Run) -> dict[str, Any] | None:
+    """The last batch whose times a pipeline has left: actions [name, kind, stage] of each rank, and for "predicted" and
+    "measured" the spans [begin us, end us] of these, the time of all, and which part of it the ranks wait; seconds of
+    each stage. None without one, or if it is not whole."""
+    noted = [n for n in run.notes if n["event"] == "pipeline"]
+    if not noted:
+        return None
+    try:
+        return _batch(noted[-1])
+    except (ArgumentError, AttributeError, KeyError, TypeError, ValueError) as exc:
+        run.problems.append(
+            f"metrics.jsonl: the times of a pipeline's batch can't be read: {type(exc).__name__}: {exc}"
+        )
+        return None
+
+
+def _batch(note: dict[str, Any]) -> dict[str, Any]:
+    plan = Schedule.parse(note["schedule"])
+    chunks = plan.stages // len(plan.ranks)
+    actions = [[[f"{a.kind}{a.micro}", a.kind, a.stage] for a in rank] for rank in plan.ranks]
+    found = {"step": note["step"], "ranks": len(plan.ranks), "chunks": chunks, "micro_batches": plan.micro_batches}
+    for name in ("predicted", "measured"):
+        rows = [[[float(a), float(b)] for a, b in row] for row in note[name]]
+        if [len(row) for row in rows] != [len(row) for row in actions]:
+            raise ValueError(f"{name} has other actions than the schedule")
+        whole = max(end for row in rows for _, end in row)
+        busy = sum(b - a for row in rows for a, b in row)
+        found[name] = {"spans": rows, "us": whole, "waits": 1 - busy / (whole * len(rows)) if whole else 0.0}
+    costs = [[float(x) / 1e6 for x in of] for of in note["costs"]]
+    return {**found, "actions": actions, "stages": [dict(zip("FIW", of, strict=True)) for of in costs]}
+
+
+def _about_pipeline(run: Run, say: Callable[..., None]) -> None:
+    found = pipeline(run)
+    if found is None:
+        return
+    predicted, measured = found["predicted"]["waits"], found["measured"]["waits"]
+    if measured > predicted + _BUBBLE:
+        say(
+            "note",
+            f"ranks of the pipeline wait {100 * measured:.0f} % of a batch; with these times of stages its schedule has"
+            f" {100 * predicted:.0f} %",
+            "messages between stages, times that change from micro-batch to micro-batch, or other work on the machine",
+        )
+    times = [sum(stage.values()) for stage in found["stages"]]
+    mean = sum(times) / len(times)
+    if mean and max(times) > _UNEVEN * mean:
+        say(
+            "note",
+            f"stage {times.index(max(times))} of the pipeline takes {max(times) / mean:.2f} times the mean of all",
+            'cut by time: pipeline.stages with sample_batch=, or PipelineModule(partition_method="time")',
+        )
+
+
 # ---- timeline --------------------------------------------------------------------------------------------------------
 def timeline(run: Run) -> dict[str, Any] | None:
     """The trace in a compact form: names once, lanes per rank, events [lane, name, begin us, duration us] sorted by
@@ -489,7 +552,7 @@ def events(run: Run) -> list[dict[str, Any]]:
                 }
             )
     for note in run.notes:
-        if note["event"] != "log":
+        if note["event"] not in ("log", "pipeline"):
             out.append(
                 {"step": note["step"], "at": number(note.get("at")), "kind": str(note["event"]), "text": _told(note)}
             )
@@ -526,6 +589,7 @@ def findings(run: Run) -> list[dict[str, str]]:
     _about_loss(run, say)
     _about_time(run, say)
     _about_memory(run, say)
+    _about_pipeline(run, say)
     _about_exchange(run, say)
     for p in run.problems:
         say("note", p)

@@ -491,6 +491,62 @@
     draw();
   }
 
+  // ---- pipeline -----------------------------------------------------------------------------------------------------------
+  const WORK = { F: ["#4e79a7", "forward"], B: ["#59a14f", "backward"], I: ["#76b7b2", "gradients of inputs"], W: ["#f28e2b", "gradients of weights"] };
+  function pipeline(host) {
+    const r = run(), p = r.pipeline;
+    if (!p) {
+      const asked = r.config.pipeline && r.config.pipeline.stages > 1, model = r.info.model && r.info.model.class === "PipelineModule";
+      if (asked || model) host.append(empty("the schedule of a pipeline (its third batch, or ", el("code", {}, "engine.measure_batch"), ", records one)"));
+      return;
+    }
+    const box = el("div", { class: "chart", id: "schedules" }), ROW = 20, HEAD = 24, left = 56, right = 8;
+    function draw() {
+      const width = Math.max(280, box.clientWidth), w = width - left - right, most = Math.max(p.predicted.us, p.measured.us);
+      const block = HEAD + p.ranks * ROW + 8, height = 2 * block + 18, X = (us) => left + (us / most) * w;
+      const svg = sv("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "the predicted schedule above the measured one" });
+      const axis = sv("g", { class: "axis" });
+      for (const t of ticks(0, most, Math.max(2, Math.round(w / 110)))) {
+        axis.append(sv("line", { x1: X(t), x2: X(t), y1: HEAD, y2: height - 18 }));
+        axis.append(sv("text", { x: X(t), y: height - 4, "text-anchor": "middle" }, seconds(t / 1e6)));
+      }
+      svg.append(axis);
+      ["predicted", "measured"].forEach((name, k) => {
+        const side = p[name], top = k * block, group = sv("g", { "data-lanes": name });
+        const said = `${name}: ${seconds(side.us / 1e6)}, ranks wait ${percent(side.waits)}`;
+        group.append(sv("text", { x: left, y: top + 16, fill: css("ink"), "font-size": 12.5 }, said));
+        side.spans.forEach((row, rank) => {
+          const y = top + HEAD + rank * ROW;
+          group.append(sv("text", { x: 0, y: y + 12, fill: css("soft"), "font-size": 11 }, `rank ${rank}`));
+          group.append(sv("rect", { x: left, y, width: w, height: ROW - 4, fill: css("grid") }));
+          row.forEach(([from, to], i) => {
+            const [label, kind, stage] = p.actions[rank][i], shade = 1 - (0.5 * Math.floor(stage / p.ranks)) / p.chunks;
+            const bar = sv("rect", { x: X(from), y, width: Math.max(0.5, X(to) - X(from) - 0.5), height: ROW - 4, fill: WORK[kind][0], opacity: shade });
+            bar.onpointermove = (e) => showTip(e.clientX, e.clientY, el("b", {}, label), div("sub", `${name}: ${WORK[kind][1]} in stage ${stage}`),
+              tipRow("takes", seconds((to - from) / 1e6)), tipRow("from", seconds(from / 1e6)));
+            bar.onpointerleave = hideTip;
+            group.append(bar);
+            if (X(to) - X(from) > 7 * label.length + 2) {
+              const at = { x: (X(from) + X(to)) / 2, y: y + 12, "text-anchor": "middle", "font-size": 10, fill: "#fff", "pointer-events": "none" };
+              group.append(sv("text", at, label));
+            }
+          });
+        });
+        svg.append(group);
+      });
+      box.replaceChildren(svg);
+    }
+    const kinds = Object.keys(WORK).filter((k) => p.actions.flat().some((a) => a[1] === k)), all = p.stages.map((s) => s.F + s.I + s.W);
+    const mean = all.reduce((a, b) => a + b, 0) / all.length;
+    const line = (s, i) => el("tr", {}, cell(`stage ${i}`), num(seconds(s.F)), num(seconds(s.I + s.W)), num(seconds(all[i]), span("delta", percent(all[i] / mean))));
+    host.append(div("card", titled(`Step ${p.step}: ${p.micro_batches} micro-batches through ${p.ranks} ranks`), box,
+      legend(kinds.map((k) => WORK[k])),
+      el("table", { id: "stages", style: "margin-top:12px" }, columns("one micro-batch, median", "forward", "backward", "both, of the mean"), el("tbody", {}, p.stages.map(line))),
+      sub("Predicted: the schedule with these times of stages, and none for messages. Ranks on nodes with clocks of their own may be shifted.")));
+    charts.push({ draw, of: "run" });
+    draw();
+  }
+
   // ---- timeline -----------------------------------------------------------------------------------------------------------
   const KINDS = [
     ["communication", /comm|nccl|gloo|reduce|gather/], ["disk", /disk|io\b|nvme|file/], ["waiting", /wait|idle/], ["data", /data|load/],
@@ -875,7 +931,7 @@
 
   // ---- the page -----------------------------------------------------------------------------------------------------------
   const DETAILS = [
-    ["time", "Time of a step", time], ["timeline", "Timeline", timeline], ["memory", "Memory", memory],
+    ["time", "Time of a step", time], ["pipeline", "Pipeline", pipeline], ["timeline", "Timeline", timeline], ["memory", "Memory", memory],
     ["communication", "Communication", communication], ["events", "Events", events], ["configuration", "Configuration", configuration],
   ];
   const missing = el("div", { class: "sub", id: "missing" });
@@ -887,7 +943,7 @@
       body.replaceChildren();
       fill(body);
       const said = body.children.length === 1 && body.firstChild.classList.contains("empty") ? body.firstChild : null;
-      for (const node of [body, ...around[id]]) node.hidden = said !== null;
+      for (const node of [body, ...around[id]]) node.hidden = said !== null || !body.children.length;
       if (said) absent.push(el("li", {}, ...said.childNodes));
     }
     missing.replaceChildren(...(absent.length ? [el("p", {}, "Not in this run's folder:"), el("ul", {}, absent)] : []));

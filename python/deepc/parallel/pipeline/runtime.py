@@ -61,7 +61,7 @@ class Stages:
         self._rank_of = [part.order.rank_of(s) for s in range(self.count)]
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._local: dict[tuple[int, int, int], Any] = {}  # what goes from a stage to another of this rank
-        self.times: list[tuple[float, float]] | None = None  # of the actions of `train`, for who wants them
+        self.times: list[tuple[float, float]] = []  # of the actions of the last `train`
         self._begun = 0.0  # when what an action works on was there
 
     def is_first(self) -> bool:
@@ -93,6 +93,7 @@ class Stages:
         rank may take it only after something that this one has yet to send."""
         losses: list[torch.Tensor] = []
         plan = self.actions(len(batches))
+        self.times = []
         splits = _splits(plan)
         last = max(i for i, action in enumerate(plan) if action.kind != "F")
         try:
@@ -112,8 +113,7 @@ class Stages:
                     later.run()
                 else:
                     self._backward(loop, stage, micro, keep=kind == "I")
-                if self.times is not None:
-                    self.times.append((self._begun, time.monotonic()))
+                self.times.append((self._begun, time.monotonic()))
         finally:
             self._passed.clear()
             self._local.clear()
