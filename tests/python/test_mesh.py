@@ -104,3 +104,39 @@ def _device_meshes(rank, world):
 
 def test_torchs_meshes():
     run_ranks(_device_meshes, 4)
+
+
+def _of_an_engine(rank, world):
+    """(what the axes' groups of the DeviceMesh sum up, the ranks that they should have)."""
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    specs = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(2)]
+    model = PipelineModule(specs, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    engine, *_ = deepc.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})
+    made = to_device_mesh(engine.mesh)
+    assert from_device_mesh(made, engine.mesh.ranks_per_node, engine.mesh.ep) == engine.mesh
+    found = {}
+    for axis in made.mesh_dim_names:
+        total = torch.tensor(2.0**rank)
+        torch.distributed.all_reduce(total, group=made[axis].get_group())
+        found[axis] = float(total), sum(2.0**r for r in engine.mesh.group(axis, rank))
+    return found
+
+
+def test_an_engines_mesh_as_torchs():
+    for found in run_ranks(_of_an_engine, 4):
+        assert list(found) == ["pp", "dp"] and all(got == want for got, want in found.values())
+
+
+def _experts(rank, world):
+    mesh = Mesh(dp=2, ep=2)
+    made = to_device_mesh(mesh)
+    assert made.mesh_dim_names == ("dp",) and from_device_mesh(made) == Mesh(dp=2)
+    with pytest.raises(ArgumentError, match="ep = 3 does not divide dp = 2"):
+        from_device_mesh(made, ep=3)
+    return from_device_mesh(made, ep=mesh.ep) == mesh
+
+
+def test_experts_are_no_dimension_of_torchs():
+    assert run_ranks(_experts, 2) == [True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from deepc.errors import ArgumentError, UnsupportedError
 from ranks import run_ranks as _run_ranks
 from tiny import Block
 from torch import nn
@@ -338,6 +339,65 @@ def test_stages_hand_on_tuples_of_any_shapes():
     (a, first), (b, last) = run_ranks(_messages, 2)
     assert a == b == pytest.approx(want)
     assert first == pytest.approx([1 - 0.5 * want] * 2) and last == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (tuple(torch.ones(1) for _ in range(17)), ArgumentError, "returned 17 values .* 1 to 16"),
+        ((), ArgumentError, "returned 0 values"),
+        ((torch.ones(1), "text"), ArgumentError, "returned str"),
+        ([torch.ones(1)], ArgumentError, "returned list"),
+        (torch.ones([1] * 9), UnsupportedError, "with 9 dimensions .* at most 8"),
+        (torch.ones(1, dtype=torch.complex64), UnsupportedError, "of torch.complex64"),
+        (torch.ones(1).to_sparse(), UnsupportedError, "a torch.sparse_coo tensor"),
+    ],
+    ids=["tensors", "none", "text", "list", "dimensions", "dtype", "layout"],
+)
+def test_what_does_not_go_between_stages_is_refused_before_it_is_sent(value, kind, said):
+    from deepc.parallel.pipeline.hops import Hops
+
+    with pytest.raises(kind, match=said):
+        Hops([0, 1]).send(value, 1, 0)
+
+
+def _widest(rank, world):
+    """16 values of 8 dimensions reach the other rank; then 17, of which both hear."""
+    import deepc
+    from deepc.errors import AbortedError
+    from deepc.pipe import PipelineModule
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count, self.scale = 16, nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return (*(x.view([1] * 7 + [-1]) * self.scale for _ in range(self.count - 1)), None)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, given):
+            assert len(given) == 16 and given[-1] is None and all(t.dim() == 8 for t in given[:-1])
+            return sum(t.sum() for t in given[:-1]) * self.scale
+
+    model = PipelineModule([Many(), Sum()], num_stages=2, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    engine, *_ = deepc.initialize(model=model, config=config)
+    loss = float(engine.train_batch(iter([(torch.ones(3), None)])))
+    if rank == 0:
+        engine.module.get_submodule("0").count = 17
+    with pytest.raises(ArgumentError if rank == 0 else AbortedError) as caught:
+        engine.train_batch(iter([(torch.ones(3), None)]))
+    return loss, str(caught.value)
+
+
+def test_as_much_as_goes_between_stages_does_and_more_is_an_error_on_all():
+    for loss, said in run_ranks(_widest, 2):
+        assert loss == 45.0 and "returned 17 values" in said
 
 
 class InPlace(nn.Module):
