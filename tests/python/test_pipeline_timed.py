@@ -154,7 +154,7 @@ def _cuts(rank, world):
     import deepc
     from deepc.pipe import LayerSpec, PipelineModule
 
-    times = [(1, 1), (1, 1), (2, 6), (1, 1)] if rank == 0 else [(1, 1), (2, 2), (1, 1), (1, 1)]
+    times = [(10, 10), (1, 1), (1, 1), (1, 1)] if rank == 0 else [(1, 1), (1, 1), (1, 1), (10, 10)]
     specs = [LayerSpec(Takes, *t) for t in times]
     model = _model(specs, 2, seed_layers=True)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
@@ -167,7 +167,7 @@ def _cuts(rank, world):
 
 def test_all_ranks_cut_by_what_all_have_measured():
     ranks = run_ranks(_cuts, 2)
-    # sums of the ranks: 4, 6, 10, 4 and the loss's 14
+    # 20, 2, 2, 9 on rank 0, which alone would cut behind the first layer, and 2, 2, 2, 27 on rank 1
     assert [cuts for cuts, *_ in ranks] == [[0, 3, 4]] * 2
     assert ranks[0][1] == ranks[1][1] > 0
 
@@ -209,17 +209,21 @@ def _refusals(rank, world):
 
     specs = [LayerSpec(Takes, 1, 1), LayerSpec(nn.Linear, WIDTH, 1), LayerSpec(nn.Linear, 1, 1)]
 
-    def refused(kind, **options):
+    def refused(kind, specs=specs, **options):
         with pytest.raises(kind) as caught:
             PipelineModule(specs, num_stages=2, loss_fn=_loss, partition_method="time", **options)
         return str(caught.value)
 
+    from deepc.parallel.expert import MoE
+
+    spread = [LayerSpec(MoE, WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2), torch.relu]
     wrong = torch.ones(2, WIDTH + 1), torch.zeros(2, 1)
     one = {"sample_batch": wrong if rank == 1 else (torch.ones(2, WIDTH), torch.zeros(2, 1))}
     return [
         refused(ArgumentError),
         refused(ArgumentError, sample_batch=_sample()[0]),
         refused(ArgumentError if rank == 1 else MisuseError, **one),
+        refused(ArgumentError, spread, sample_batch=_sample()),
     ]
 
 
@@ -227,5 +231,6 @@ def test_what_can_not_be_timed_is_an_error_on_all_ranks():
     first, second = run_ranks(_refusals, 2)
     for told in (first, second):
         assert "pass sample_batch=(inputs, labels)" in told[0] and "got Tensor" in told[1]
+        assert "layer 0 (MoE) can't be timed" in told[3] and "not connected yet" in told[3]
     assert "rank 1 could not time the layers" in first[2]
     assert "layer 0 (Takes) can't be timed with sample_batch: RuntimeError" in second[2]

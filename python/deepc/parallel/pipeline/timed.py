@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...core import memory
-from ...errors import ArgumentError, DeepcError, MisuseError
+from ...errors import ArgumentError, MisuseError
 
 _ROUNDS = 4  # the first finds nothing warm
 
@@ -84,17 +84,17 @@ def _measured(
         for i, layer in enumerate(layers):
             loss = None if loss_fn is None or i < len(layers) - 1 else lambda out: loss_fn(out, labels)
             kinds.setdefault(i if layer.kind is None or loss else (layer.kind, _shapes(inputs)), []).append(i)
+            module, call = layer.make()
             try:
-                seconds, inputs = _of_one(layer, inputs, loss, now)
-            except DeepcError:
-                raise
+                forward, backward, inputs = _of_one(module, call, inputs, loss, now)
             except Exception as exc:
                 raise ArgumentError(
                     f'partition_method="time": layer {i} ({layer.name}) can\'t be timed with sample_batch:'
                     f" {type(exc).__name__}: {exc}. It is (inputs, labels) as train_batch reads it; layers that can't"
                     ' run before initialize are cut by partition_method="parameters"'
                 ) from exc
-            found.append(seconds)
+            found.append(forward * (2 if layer.again(module) else 1) + backward)
+            del module, call  # before the next one is made
     for alike in kinds.values():
         middle = statistics.median(found[i] for i in alike)
         for i in alike:
@@ -103,10 +103,13 @@ def _measured(
 
 
 def _of_one(
-    layer: Candidate, inputs: Any, loss: Callable[[Any], Any] | None, now: Callable[[], float]
-) -> tuple[float, Any]:
-    """(seconds, what the layer returned)."""
-    module, call = layer.make()
+    module: torch.nn.Module | None,
+    call: Callable[[Any], Any],
+    inputs: Any,
+    loss: Callable[[Any], Any] | None,
+    now: Callable[[], float],
+) -> tuple[float, float, Any]:
+    """(seconds of forward, of backward, what the layer returned)."""
     forward = backward = math.inf
     with _untouched(module):
         for _ in range(_ROUNDS):
@@ -119,7 +122,7 @@ def _of_one(
             out = made if loss is None else loss(made)
             turned = now()
             forward, backward = min(forward, turned - began), min(backward, _backward(module, leaves, out, now))
-    return forward * (2 if layer.again(module) else 1) + backward, _one_alone(_each(made, _leaf))
+    return forward, backward, _one_alone(_each(made, _leaf))
 
 
 def _backward(module: torch.nn.Module | None, leaves: Any, out: Any, now: Callable[[], float]) -> float:
