@@ -402,8 +402,12 @@ class ModelState:
 
     def squares_of(self, params: Collection[int]) -> float:
         """Sum of squares of the accumulated gradients of some trained parameters, as far as they are owned here."""
-        parts = (self.acc[s.shard_begin : s.shard_begin + s.length] for s in self.plan.segments if s.param in params)
+        parts = (self._gradients(s) for s in self.plan.segments if s.param in params)
         return math.fsum(float(part.double().square().sum()) for part in parts)
+
+    def _gradients(self, s: Segment) -> torch.Tensor:
+        """[s.length] what is accumulated there, to be read."""
+        return self.acc[s.shard_begin : s.shard_begin + s.length]
 
     def first_bad_gradient(self) -> int:
         """The first owned element whose accumulated gradient is not finite, or -1."""

@@ -208,13 +208,13 @@ def check_shards(engine: EngineBase) -> None:
     """UnsupportedError for what works on whole parameters, where there are shards of them."""
     if not engine.cuts and engine.mesh.ep == 1:
         return
-    rule, config = engine.optimizer.rule, engine._config
+    rule, config, name = engine.optimizer.rule, engine._config, type(engine.optimizer.base).__name__
+    whole = engine.cuts and rule is not None and (rule.kind in ACROSS or rule.kind == LAMB)
     here = {
-        f"{type(engine.optimizer.base).__name__}": engine.cuts and rule is not None and rule.kind == ONEBIT,
+        name: engine.cuts and rule is not None and rule.kind == ONEBIT,
         "GPUs": engine.device.type != "cpu",
-        f"states of {type(engine.optimizer.base).__name__} on disk": config.zero.on_disk[0]
-        and (engine.mesh.ep > 1 or (rule is not None and (rule.kind in ACROSS or rule.kind == LAMB))),
-        "parameters on disk": config.zero.on_disk[1],
+        f"states of {name} on disk": whole and config.zero.on_disk[0],
+        f"parameters that {name} steps on disk": whole and config.zero.on_disk[1],
         '"precision": "auto"': engine.auto_precision is not None,
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
     }

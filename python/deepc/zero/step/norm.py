@@ -50,9 +50,9 @@ class Parts(Protocol):
     def here(self) -> int:
         """This rank's."""
 
-    @property
-    def repeated(self) -> frozenset[int]:
-        """Trained parameters of this part that another one has too, and counts."""
+    def counted_elsewhere(self, state: ModelState) -> float:
+        """The squares of this rank's gradients of parameters that another part has too, and counts. Where they lie on
+        disk collective over all ranks of all parts, which raise together."""
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         """What each part says: `mine` is the same on all ranks of a part. What riders say goes along, from all ranks
@@ -103,7 +103,7 @@ def judge(
     partial = state.partial
     whole = plan.own_all or plan.world == 1
     ride = Ride(riders if parts is None else ())
-    again = state.squares_of(parts.repeated) if parts is not None and parts.repeated else 0.0
+    again = parts.counted_elsewhere(state) if parts is not None else 0.0
     own = torch.tensor([again, guard.stray_write(), hooks.left_behind], dtype=torch.float64)
     message = ride.message(own, partial.device)
     gathered = group.gather_all(message if whole else torch.cat([partial, message]))
