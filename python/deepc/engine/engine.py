@@ -16,7 +16,7 @@ import torch
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
-from ..errors import ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
+from ..errors import AbortedError, ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
 from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures
 from . import assembly
@@ -140,10 +140,11 @@ class Engine(EngineBase):
 
     @contextlib.contextmanager
     def _disk_is_told(self) -> Iterator[None]:
-        """Where they do, one whose disk breaks it off there breaks their groups, so that all have an error at once."""
+        """Where they do, one whose disk breaks it off there breaks their groups, so that all have an error at once; and
+        so do those that are told: a rank may wait for one of them, and for none that the disk has failed."""
         try:
             yield
-        except DiskError as exc:
+        except (DiskError, AbortedError) as exc:
             if self._passes_together:
                 self.break_groups(f"rank {self.everyone.rank} broke off a pass: {type(exc).__name__}: {exc}")
             raise

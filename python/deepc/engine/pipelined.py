@@ -253,7 +253,7 @@ class PipelineEngine(Engine):
         try:
             yield
         except BaseException as exc:
-            if not isinstance(exc, CommError) or self.plan.sharded:  # else they have it
+            if not isinstance(exc, CommError) or self.plan.sharded or self._passes_together:  # else they have it
                 reason = (
                     f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
                     f" {type(exc).__name__}: {exc}"

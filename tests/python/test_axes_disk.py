@@ -1,0 +1,341 @@
+"""Tensor parallelism and spread experts with parameters, states and gradients on disk: the bits of the same layout in
+memory, checkpoints of either go on in the other, and a disk that fails on one rank is an error on all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import test_moe_axes as moe
+import torch
+from plainly import batch_loss
+from ranks import run_quietly as run_ranks
+from test_axes_matrix import RULES, Own
+
+FULL = pytest.mark.full
+LIMITS = {
+    "stage3_param_persistence_threshold": 20,
+    "stage3_prefetch_bucket_size": 400,
+    "stage3_max_live_parameters": 1200,
+    "sub_group_size": 500,
+}
+MICRO, SAMPLES, STEPS = 2, 2, 3
+BF16 = {"bf16": {"enabled": True}}
+
+
+def on_disk(folder, states=True):
+    """states: and optimizer states, and so gradients."""
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    return {"offload_param": place, **({"offload_optimizer": place} if states else {})}
+
+
+class Frozen(Own):
+    """Its head is not trained, and no rule cuts it."""
+
+    def __init__(self, heads):
+        super().__init__(heads)
+        self.head.weight.requires_grad_(False)
+
+
+def tensors(rank, mesh, config, kind=Own):
+    """(engine, its data) of a model whose tensors are cut."""
+    import deepc
+
+    def draw():
+        source = torch.Generator().manual_seed(5)
+        while True:
+            ids = torch.randint(0, 61, (MICRO * SAMPLES * mesh.dp, 9), generator=source)
+            for part in ids.chunk(mesh.dp)[mesh.coordinates(rank).dp].chunk(MICRO):
+                yield {"input_ids": part, "labels": part}
+
+    torch.manual_seed(1)
+    rules = {"partition_config": {"use_default_specs": False, "layer_specs": RULES}}
+    engine = deepc.initialize(
+        model=kind(8),
+        sample_batch=next(draw()) if mesh.pp > 1 else None,
+        config={
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": MICRO,
+            "gradient_clipping": 0.5,
+            "tensor_parallel": {"autotp_size": mesh.tp, **rules},
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
+            **config,
+        },
+    )[0]
+    return engine, draw()
+
+
+def experts(rank, mesh, config, kind=None):
+    """The same with experts spread over ranks, some of whose tokens find no place."""
+    import deepc
+
+    def draw():
+        yield from moe.samples(mesh.coordinates(rank).dp, mesh.dp)
+
+    engine = deepc.initialize(
+        model=moe.model_of(rank, mesh, moe.CUT if mesh.tp > 1 else moe.FEW_PLACES, None),
+        sample_batch=next(draw()) if mesh.pp > 1 else None,
+        config={
+            "train_micro_batch_size_per_gpu": moe.SAMPLES,
+            "gradient_accumulation_steps": moe.MICRO // mesh.dp,
+            "gradient_clipping": 0.5,
+            **({"tensor_parallel": {"autotp_size": mesh.tp}} if mesh.tp > 1 else {}),
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            "optimizer": moe.ADAMW,
+            **config,
+        },
+    )[0]
+    return engine, draw()
+
+
+def step(engine, data):
+    """The loss and the norm of a step."""
+
+    def loss():
+        batch = next(data)
+        return engine(**batch) if isinstance(batch, dict) else engine(*(t.to(engine.dtype) for t in batch))
+
+    mean = batch_loss(engine, engine.gradient_accumulation_steps(), loss, data, engine.everyone)
+    return mean, engine.get_global_grad_norm()
+
+
+def evaluated(engine, data):
+    if engine.part is not None:
+        return float(engine.eval_batch(data))
+    batch = next(data)
+    with torch.no_grad():
+        return float(engine(**batch) if isinstance(batch, dict) else engine(*(t.to(engine.dtype) for t in batch)))
+
+
+def _trained(rank, world, make, sizes, config, places, folder, kind):
+    """[(losses, norms and an evaluation, whole weights)], a training for each place. folder: the first one saves there
+    behind a step, and each one goes on from that in the end."""
+    from deepc.plan.mesh import Mesh
+
+    mesh, runs = Mesh.of(sizes), []
+    for number, place in enumerate(places):
+        zero = {"zero_optimization": {"stage": 3, **LIMITS, **place}}
+        engine, data = make(rank, mesh, {**config, **zero}, kind)
+        assert bool(engine.plan.parameters_on) == bool(place) and engine.plan.mode == (
+            "streamed" if place else "resident"
+        )
+        assert bool(engine.plan.gradients_on) == ("offload_optimizer" in place)
+        told = [step(engine, data)]
+        if folder:
+            engine.save_checkpoint(f"{folder}/{number}")
+        told += [step(engine, data) for _ in range(STEPS - 1)]
+        told.append(evaluated(engine, data))
+        weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
+        engine.destroy()
+        runs.append((told, weights))
+    if folder:
+        for place, of in zip(places, reversed(range(len(places)))):  # of memory on disk, and the other way round
+            zero = {"zero_optimization": {"stage": 3, **LIMITS, **place}}
+            engine, data = make(rank, mesh, {**config, **zero}, kind)
+            engine.load_checkpoint(f"{folder}/{of}")
+            step_of = engine.gradient_accumulation_steps()
+            for _ in range(step_of):
+                next(data)
+            told = [runs[0][0][0], *(step(engine, data) for _ in range(STEPS - 1)), evaluated(engine, data)]
+            runs.append((told, {n: t.clone() for n, t in engine.module_state_dict().items()}))
+            engine.destroy()
+    return runs
+
+
+def same_bits(ranks, told=True):
+    """All runs of each rank."""
+    for first, *others in ranks:
+        assert len({str(x) for x in first[0]}) == len(first[0]) and all(
+            map(math.isfinite, itertools.chain(*first[0][:-1]))
+        )
+        for run in others:
+            assert run[0] == first[0]
+            assert run[1].keys() == first[1].keys()
+            for name, value in first[1].items():
+                assert torch.equal(run[1][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "config", "kind"),
+    [
+        (tensors, {"tp": 2}, {}, Frozen),
+        pytest.param(tensors, {"tp": 2}, BF16, Own, marks=FULL),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, {}, Own, marks=FULL),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, BF16, Frozen, marks=FULL),
+        pytest.param(tensors, {"pp": 2, "tp": 2}, {}, Own, marks=FULL),
+        pytest.param(tensors, {"pp": 2, "dp": 2, "tp": 2}, BF16, Own, marks=FULL),
+        (experts, {"dp": 2, "ep": 2}, {}, None),
+        pytest.param(experts, {"dp": 4, "ep": 2}, BF16, None, marks=FULL),
+        pytest.param(experts, {"dp": 2, "ep": 2}, {"optimizer": {"type": "Muon"}}, None, marks=FULL),
+        pytest.param(experts, {"dp": 2, "ep": 2}, {"optimizer": {"type": "Lamb"}}, None, marks=FULL),
+        pytest.param(experts, {"dp": 4, "ep": 2}, {"optimizer": {"type": "Adafactor"}}, None, marks=FULL),
+        pytest.param(experts, {"pp": 2, "dp": 2, "ep": 2}, {}, None, marks=FULL),
+        pytest.param(experts, {"dp": 2, "tp": 2, "ep": 2}, {}, None, marks=FULL),
+    ],
+    ids=lambda v: "x".join(f"{a}{n}" for a, n in v.items()) if isinstance(v, dict) and "optimizer" not in v else None,
+)
+def test_the_bits_of_memory_and_checkpoints_of_either(make, sizes, config, kind, tmp_path):
+    disk, saved = tmp_path / "disk", tmp_path / "saved"
+    disk.mkdir()
+    places = [{}, on_disk(disk)] if (make, sizes) == (tensors, {"tp": 2}) else [{}, on_disk(disk, False), on_disk(disk)]
+    same_bits(run_ranks(_trained, moe.ranks_of(sizes), make, sizes, config, places, str(saved), kind))
+    assert list(disk.iterdir()) == []
+
+
+# ---- another layout --------------------------------------------------------------------------------------------------
+def _saves(rank, world, make, sizes, folder, disk):
+    """(what the step behind a checkpoint told, and the weights then)"""
+    from deepc.plan.mesh import Mesh
+
+    zero = {"zero_optimization": {"stage": 3, **LIMITS, **on_disk(disk)}}
+    engine, data = make(rank, Mesh.of(sizes), zero)
+    step(engine, data)
+    engine.save_checkpoint(folder)
+    told = step(engine, data)
+    engine.destroy()
+    return told
+
+
+def _resumes(rank, world, make, sizes, folder, place):
+    from deepc.plan.mesh import Mesh
+
+    engine, data = make(rank, Mesh.of(sizes), {"zero_optimization": {"stage": 3, **LIMITS, **place}})
+    engine.load_checkpoint(folder)
+    for _ in range(engine.gradient_accumulation_steps()):
+        next(data)
+    told = step(engine, data)
+    engine.destroy()
+    return told
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("make", "sizes", "other"),
+    [
+        (tensors, {"tp": 2}, {}),
+        (tensors, {"tp": 2}, {"tp": 4}),
+        (experts, {"dp": 2, "ep": 2}, {"dp": 2}),
+        (experts, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}),
+    ],
+)
+def test_a_checkpoint_of_the_disk_goes_on_in_another_layout(make, sizes, other, tmp_path):
+    disk, saved = tmp_path / "disk", str(tmp_path / "saved")
+    disk.mkdir()
+    want = run_ranks(_saves, moe.ranks_of(sizes), make, sizes, saved, str(disk))[0]
+    for place in ({}, on_disk(disk)):
+        for told in run_ranks(_resumes, moe.ranks_of(other), make, other, saved, place):
+            assert told == pytest.approx(want, rel=1e-5)
+
+
+# ---- a disk that fails -----------------------------------------------------------------------------------------------
+def _failing(rank, world, make, sizes, inside, folder):
+    """A transfer of a rank fails once in the judgement of a step, then in an update, then `inside` of a forward or
+    backward."""
+    from deepc.errors import DeepcError, DiskFullError
+    from deepc.offload import array
+    from deepc.plan.mesh import Mesh
+
+    mesh, said, losses = Mesh.of(sizes), [], []
+    zero = {"zero_optimization": {"stage": 3, **LIMITS, **on_disk(folder)}}
+    whole, failing, culprit = array.DiskArray._finish, False, 0
+
+    def finish(self, handle):
+        nonlocal failing
+        whole(self, handle)
+        if failing and rank == culprit:
+            failing = False
+            raise DiskFullError("[made by the test]")
+
+    def around(what):
+        def run(*args, **kwargs):
+            nonlocal failing
+            failing = True
+            try:
+                return what(*args, **kwargs)
+            finally:
+                failing = False
+
+        return run
+
+    array.DiskArray._finish = finish
+    try:
+        engine, data = make(rank, mesh, zero)
+        losses.append(step(engine, data))
+        for name, owner, culprit in (("squares_of", engine.state, 1), ("update", engine.optimizer, world - 1)):
+            setattr(owner, name, around(getattr(owner, name)))
+            try:
+                step(engine, data)
+            except DeepcError as exc:
+                said.append((name, type(exc).__name__, str(exc)))
+            finally:
+                delattr(owner, name)
+            engine.step()
+            losses.append(step(engine, data))
+        weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
+        batch = next(data)
+        call = engine if isinstance(batch, tuple) else lambda *_: engine(**batch)
+        try:
+            loss = around(call)(*batch) if inside == "forward" else call(*batch)
+            around(engine.backward)(loss)
+        except DeepcError as exc:
+            said.append((inside, type(exc).__name__, str(exc)))
+    finally:
+        array.DiskArray._finish = whole
+    return losses, weights, said
+
+
+def _undisturbed(rank, world, make, sizes):
+    from deepc.plan.mesh import Mesh
+
+    engine, data = make(rank, Mesh.of(sizes), {"zero_optimization": {"stage": 3, **LIMITS}})
+    losses = [step(engine, data) for _ in range(5)]
+    weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "inside"),
+    [
+        (tensors, {"tp": 2}, "forward"),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, "backward", marks=FULL),
+        pytest.param(experts, {"dp": 2, "ep": 2}, "backward", marks=FULL),
+        pytest.param(experts, {"dp": 4, "ep": 2}, "forward", marks=FULL),
+    ],
+)
+def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all(make, sizes, inside, tmp_path):
+    """A step goes on where it was, with the weights of one that no disk has broken off."""
+    world = moe.ranks_of(sizes)
+    plain = run_ranks(_undisturbed, world, make, sizes)
+    for (losses, weights, said), (wanted, values) in zip(
+        run_ranks(_failing, world, make, sizes, inside, str(tmp_path)), plain
+    ):
+        assert [name for name, *_ in said] == ["squares_of", "update", inside], said
+        assert all("[made by the test]" in text for *_, text in said), said
+        assert all(kind == "DiskFullError" for _, kind, _ in said[:2]), said
+        assert losses == [wanted[0], wanted[2], wanted[4]]
+        for name, value in values.items():
+            assert torch.equal(weights[name], value), name
+
+
+# ---- what does not exist ---------------------------------------------------------------------------------------------
+def _refused(rank, world, folder):
+    from deepc.errors import UnsupportedError
+    from deepc.plan.mesh import Mesh
+
+    told = []
+    for kind in ("Lamb", "Muon", "Adafactor"):
+        config = {"optimizer": {"type": kind}, "zero_optimization": {"stage": 3, **on_disk(folder, states=False)}}
+        with pytest.raises(UnsupportedError) as caught:
+            tensors(rank, Mesh.of({"tp": world}), config)
+        told.append(str(caught.value))
+    return told
+
+
+@FULL
+def test_optimizers_of_whole_parameters_on_disk_are_refused(tmp_path):
+    for told in run_ranks(_refused, 2, str(tmp_path)):
+        for kind, text in zip(("Lamb", "Muon", "Adafactor"), told):
+            assert f"tensor parallelism with parameters that {kind} steps on disk does not exist" in text
