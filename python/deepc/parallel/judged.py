@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import DiskError, UnsupportedError
+from ..errors import UnsupportedError
 from ..plan.mesh import Mesh
 from ..zero.parameters.param import Released
 from ..zero.step.norm import Ride
@@ -15,7 +15,7 @@ from ..zero.tiers.agree import together
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
-    from ..zero.state import ModelState
+    from ..errors import DiskError
     from ..zero.step.norm import Rider
 
 
@@ -33,15 +33,8 @@ class Parts:
             r for s in range(mesh.pp) for t in range(mesh.tp) for r in mesh.group("ep", mesh.rank(pp=s, tp=t))
         ]
 
-    def counted_elsewhere(self, state: ModelState) -> float:
-        found, failure = 0.0, None
-        try:
-            found = state.squares_of(self.repeated) if self.repeated else 0.0
-        except DiskError as exc:
-            failure = exc
-        if state.plan.gradients_on and self._mesh.tp * self._mesh.ep > 1:
-            together(self._everyone, failure)
-        return found
+    def together(self, failure: DiskError | None) -> None:
+        together(self._everyone, failure)
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ..comm.shared import Segment as SharedSegment
 
 
+_PART = 1 << 20  # elements of gradients that are read at a time
+
+
 class Cell(NamedTuple):
     """Elements [begin, end) of a shard, and where they lie in the flat space: (begin, end) of each stretch."""
 
@@ -402,12 +405,17 @@ class ModelState:
 
     def squares_of(self, params: Collection[int]) -> float:
         """Sum of squares of the accumulated gradients of some trained parameters, as far as they are owned here."""
-        parts = (self._gradients(s) for s in self.plan.segments if s.param in params)
+        parts = (
+            self._gradients(at, min(_PART, s.shard_begin + s.length - at))
+            for s in self.plan.segments
+            if s.param in params
+            for at in range(s.shard_begin, s.shard_begin + s.length, _PART)
+        )
         return math.fsum(float(part.double().square().sum()) for part in parts)
 
-    def _gradients(self, s: Segment) -> torch.Tensor:
-        """[s.length] what is accumulated there, to be read."""
-        return self.acc[s.shard_begin : s.shard_begin + s.length]
+    def _gradients(self, begin: int, n: int) -> torch.Tensor:
+        """[n] what is accumulated there, to be read."""
+        return self.acc[begin : begin + n]
 
     def first_bad_gradient(self) -> int:
         """The first owned element whose accumulated gradient is not finite, or -1."""

@@ -20,14 +20,15 @@ from ...zero.step.across.copies import CopiesReducer
 from ...zero.step.across.momentum import MomentumUpdate
 from ...zero.step.norm import Ride
 from ...zero.step.reducer import CoreReducer
+from ...zero.tiers.agree import together
 from ..base import EngineBase, StepResult
 from .policies import Plain
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
     from ...core import memory
+    from ...errors import DiskError
     from ...optim.onebit.dropin import OneBitOptimizer
-    from ...zero.state import ModelState
     from ...zero.step.norm import Parts, Rider
     from ...zero.step.reducer import Reducer, Tree
 
@@ -83,12 +84,13 @@ class RanksAsParts:
     """norm.py's Parts where gradients are each rank's own: the norm is the root of the mean over ranks of their
     squares, so that all clip by one factor, and a step is skipped on all ranks if one rank's are not finite."""
 
+    repeated: frozenset[int] = frozenset()
+
     def __init__(self, group: Group) -> None:
         self._group, self.here = group, group.rank
 
-    def counted_elsewhere(self, state: ModelState) -> float:
-        """Nothing: what another rank has of a parameter are other gradients."""
-        return 0.0
+    def together(self, failure: DiskError | None) -> None:
+        together(self._group, failure)
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)

@@ -26,7 +26,7 @@ from ...parallel.tensor.group import tensor_group, whole_of, whole_state_dict
 from ...plan.layout import Segment
 from ...zero.parameters import owners
 from ...zero.parameters.gathered import GatheredParameters, SharedMemory
-from ...zero.tiers.agree import together
+from ...zero.tiers.agree import failures, together
 from ...zero.tiers.windows import Window
 from .stages import of_all_stages
 
@@ -216,8 +216,16 @@ class _Access:
 
     def _together(self, failure: DiskError | None) -> None:
         """What the disk of some rank refused is an error on all. Collective, where something lies on disk."""
-        if self.engine.plan.updates_on_disk:
-            together(self.engine.group, failure)
+        engine = self.engine
+        if not engine.plan.updates_on_disk:
+            return
+        told = failures(engine.group, failure)
+        if self.cut is not None:  # those with other shards wait for this one's
+            told = failures(tensor_group(engine.mesh), told[0] if told else None, numbered=False)
+        if failure is not None:
+            raise failure
+        if told:
+            raise told[0]
 
     def _write_together(self, write: Callable[[], None]) -> None:
         failure: DiskError | None = None
@@ -306,7 +314,7 @@ class _Access:
             for i in strays:
                 engine.state.versions[i] -= 1  # still to be seen at the step
             return
-        engine.state.follow(self.index)
+        self._write_together(lambda: engine.state.follow(self.index))
         engine.guard.remember()
 
     # ---- gradient ----------------------------------------------------------------------------------------------------
@@ -362,7 +370,7 @@ class _Access:
         self._checked(value, self.numel, "the parameter's")
         self._take_left_behind()
         self._need_grad()
-        self._put(self._grad_piece, value, 1.0 / factor)
+        self._write_together(lambda: self._put(self._grad_piece, value, 1.0 / factor))
 
     def set_local_grad(self, value: torch.Tensor, factor: float) -> None:
         self._need_grad()
@@ -441,9 +449,10 @@ def module_state_dict(
     tensors are the model's own memory (of released parameters, of those that are cut over tensor-parallel ranks, and of
     the stages of a pipeline: copies). keeps: this rank wants it; else the result is empty. Collective."""
     engine.group.barrier()  # other ranks' updates are complete
+    own = _own_state_dict(engine)
     if engine.part is not None:
-        return of_all_stages(engine, exclude_frozen_parameters, keeps)
-    out: dict[str, torch.Tensor] = engine.module.state_dict()
+        return of_all_stages(engine, own, exclude_frozen_parameters, keeps)
+    out = own
     if engine.cuts:
         out.update(whole_state_dict(engine.module, out, tensor_group(engine.mesh)))
     if engine.spread:
@@ -455,6 +464,22 @@ def module_state_dict(
             names = set(gather_experts({n: torch.zeros(1) for n in sorted(names)}, engine.module))
         for name in names:
             out.pop(name, None)
+    return out
+
+
+def _own_state_dict(engine: EngineBase) -> dict[str, torch.Tensor]:
+    """The module's, as this rank has it; an error of the disk of some rank is one on all that wait for its values.
+    Collective."""
+    out: dict[str, torch.Tensor] = {}
+    failure: DiskError | None = None
+    try:
+        out = engine.module.state_dict()
+    except DiskError as exc:
+        failure = exc
+    if engine.plan.parameters_on:
+        together(engine.everyone, failure)
+    elif failure is not None:
+        raise failure
     return out
 
 

@@ -22,11 +22,13 @@ class Told(NamedTuple):
     dtype: torch.dtype
 
 
-def of_all_stages(engine: EngineBase, exclude_frozen_parameters: bool, keeps: bool) -> dict[str, torch.Tensor]:
+def of_all_stages(
+    engine: EngineBase, own: dict[str, torch.Tensor], exclude_frozen_parameters: bool, keeps: bool
+) -> dict[str, torch.Tensor]:
     """The state_dict of the whole model, copies, in the order of the stages; tied names have one tensor. Each tensor
-    goes from the first rank of its stage to all. keeps: this rank wants it; else it has one tensor at a time, and the
-    result is empty. Collective."""
-    mine = _own(engine, exclude_frozen_parameters)
+    goes from the first rank of its stage to all. own: this rank's. keeps: this rank wants it; else it has one tensor
+    at a time, and the result is empty. Collective."""
+    mine = _own(engine, own, exclude_frozen_parameters)
     at = engine.mesh.coordinates(engine.everyone.rank)
     first = at.dp == at.sp == at.tp == 0
     whole: dict[str, torch.Tensor] = {}
@@ -43,17 +45,16 @@ def of_all_stages(engine: EngineBase, exclude_frozen_parameters: bool, keeps: bo
     for name, stored in engine.part.names.items():
         if stored in whole:
             whole[name] = whole[stored]
-    known = [n for n in engine.module.state_dict() if n in whole]  # a model that is cut where it stands knows its order
+    known = [n for n in own if n in whole]  # a model that is cut where it stands knows its order
     return {**{n: whole[n] for n in known}, **whole} if keeps else {}
 
 
-def _own(engine: EngineBase, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
+def _own(engine: EngineBase, out: dict[str, torch.Tensor], exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
     """What this rank answers for: its parameters, those of all experts of the stage, and no copies of others';
     buffers that it saves. Collective over tensor-parallel ranks and those with the same stage."""
     assert engine.part is not None  # who asks has looked
     module, away = engine.module, engine.elsewhere()
     named = dict(module.named_parameters(remove_duplicate=False))
-    out = module.state_dict()
     if engine.cuts:
         here = {n: t for n, t in out.items() if n not in named or id(named[n]) not in away}
         out = {**here, **whole_state_dict(module, here, tensor_group(engine.mesh))}

@@ -45,6 +45,10 @@ class TensorGroup(AxisGroup):
             _all_gather(rows.view(-1), t.view(-1), group=self.process_group)
         return torch.cat([rows[r].narrow(dim, 0, w) for r, w in enumerate(widths)], dim)
 
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[n] -> [size, n], rows in the order of ranks."""
+        return self.rows_of(tensor.contiguous()).view(self.size, -1)
+
     def rows_of(self, t: torch.Tensor) -> torch.Tensor:
         """[size * n]: all ranks' `t` [n] (contiguous), one after the other."""
         if self.size == 1:

@@ -10,6 +10,7 @@ ranks (Skips)."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...core.lib import C
-from ...errors import NonFiniteError
+from ...errors import DiskError, NonFiniteError
+from ..tiers.agree import together
 from ..tiers.windows import Window
 from .reducer import norm_order
 
@@ -50,9 +52,12 @@ class Parts(Protocol):
     def here(self) -> int:
         """This rank's."""
 
-    def counted_elsewhere(self, state: ModelState) -> float:
-        """The squares of this rank's gradients of parameters that another part has too, and counts. Where they lie on
-        disk collective over all ranks of all parts, which raise together."""
+    @property
+    def repeated(self) -> frozenset[int]:
+        """Trained parameters of this part that another one has too, and counts."""
+
+    def together(self, failure: DiskError | None) -> None:
+        """As zero/tiers/agree.py has it, collective over all ranks of all parts."""
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         """What each part says: `mine` is the same on all ranks of a part. What riders say goes along, from all ranks
@@ -94,16 +99,26 @@ def judge(
 ) -> Norm:
     """unit: factor that turns an accumulated gradient into the average. complete: called before accumulators are read
     that no pass has made the norm of. Gradients that some rank still has get a pass first. parts: of the model, over
-    which the norm goes. Raises StrayWriteError on all ranks if one wrote into shared parameters. Collective."""
+    which the norm goes. Raises StrayWriteError on all ranks if one wrote into shared parameters, and DiskError if
+    one can't read its gradients from disk; then nothing has happened. Collective."""
     plan, group = state.plan, guard.group
-    if not hooks.norm_ready:
+    remade = not hooks.norm_ready
+    if remade:
         complete()
         reducer.settle()
-        state.remake_norm()
+    again, failure = 0.0, None
+    try:
+        if remade:
+            state.remake_norm()
+        if parts is not None and parts.repeated:
+            again = state.squares_of(parts.repeated)
+    except DiskError as exc:
+        failure = exc
+    if plan.gradients_on:
+        together(group, failure) if parts is None else parts.together(failure)
     partial = state.partial
     whole = plan.own_all or plan.world == 1
     ride = Ride(riders if parts is None else ())
-    again = parts.counted_elsewhere(state) if parts is not None else 0.0
     own = torch.tensor([again, guard.stray_write(), hooks.left_behind], dtype=torch.float64)
     message = ride.message(own, partial.device)
     gathered = group.gather_all(message if whole else torch.cat([partial, message]))
@@ -162,9 +177,12 @@ def in_a_part(find: Callable[[], str], totals: Sequence[float], parts: Parts | N
 
 
 def first_not_finite(state: ModelState, guard: Guard) -> str:
-    """Name of the first parameter, in flat order, whose gradient is not finite. Collective at stages 1 to 3."""
+    """Name of the first parameter, in flat order, whose gradient is not finite; "unknown" if a disk does not tell.
+    Collective at stages 1 to 3."""
     plan = state.plan
-    found, at = -1, state.first_bad_gradient()
+    found = at = -1
+    with contextlib.suppress(DiskError):  # other ranks wait, and the step is skipped in any case
+        at = state.first_bad_gradient()
     if at >= 0:
         found = next((s.param for s in plan.segments if s.shard_begin <= at < s.shard_begin + s.length), -1)
     if not plan.own_all and plan.world > 1:
@@ -214,18 +232,20 @@ class Skips:
 
 
 def first_weight_not_finite(state: ModelState, guard: Guard) -> str:
-    """Name of a parameter, trained or frozen, that is not finite; "" if there is none. Every rank looks at its part.
-    Collective."""
+    """Name of a parameter, trained or frozen, that is not finite; "" if there is none, or if a disk does not tell: a
+    forward will find that. Every rank looks at its part. Collective."""
     plan, group = state.plan, guard.group
+    found = at = -1
     own = (
         s.param
         for s in plan.segments
         if not all(_finite(part.read()) for part in Window(state.flat, s.flat_begin, s.length).parts())
     )
-    found = next(own, -1)
     # Streamed parameters are read by all ranks together, others lie on every node.
     mine = range(len(state.frozen)) if plan.mode == "streamed" else range(group.rank, len(state.frozen), group.world)
-    at = next((i for i in mine if not _finite(state.frozen_value(state.frozen[i][1]))), -1)
+    with contextlib.suppress(DiskError):  # other ranks wait
+        found = next(own, -1)
+        at = next((i for i in mine if not _finite(state.frozen_value(state.frozen[i][1]))), -1)
     if found < 0 <= at:
         found = len(state.names) + at
     everyone = group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()

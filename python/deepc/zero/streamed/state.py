@@ -274,8 +274,8 @@ class StreamedState(ModelState):
     def remake_norm(self) -> None:
         super().remake_norm() if self.store is None else self.store.remake_norm()
 
-    def _gradients(self, s: Segment) -> torch.Tensor:
-        return super()._gradients(s) if self.store is None else self.store.sums(s.shard_begin, s.length)
+    def _gradients(self, begin: int, n: int) -> torch.Tensor:
+        return super()._gradients(begin, n) if self.store is None else self.store.sums(begin, n)
 
     def first_bad_gradient(self) -> int:
         return super().first_bad_gradient() if self.store is None else self.store.first_not_finite()

@@ -28,7 +28,7 @@ import torch
 
 from ...core.foreign import private
 from ...core.telemetry import waits
-from ...errors import ReleasedParameterError
+from ...errors import DiskError, ReleasedParameterError
 from ...plan.layout import keeps_bytes
 from ...plan.order import Order, order_of
 from ...plan.units import Node, cut
@@ -423,7 +423,12 @@ class StreamedUnits:
         Returns a value to take instead, or None."""
         unit = self._unit_of[id(p)]
         if self._whole and func is torch.Tensor.detach:
-            return self.copy_of(p)
+            try:
+                return self.copy_of(p)
+            except DiskError:  # which ends that call, without its hooks
+                self._whole = 1
+                self._after_state_dict()
+                raise
         self._stats["touches"] += 1
         task = private.graph_task_id()
         if not self._frames and task == -1:

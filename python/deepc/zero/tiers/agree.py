@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ...errors import DamagedError, DeepcError, DiskError, DiskFullError, OutOfMemoryError
 
-if TYPE_CHECKING:
-    from ...comm.groups import Group
+
+class Gathers(Protocol):
+    """Of a comm.groups.Group."""
+
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
 
 _KINDS: tuple[type[DeepcError], ...] = (DeepcError, OutOfMemoryError, DiskError, DiskFullError, DamagedError)
 _TEXT_BYTES = 1024
 
 
-def failures(group: Group, failure: Exception | None) -> list[DeepcError]:
-    """The failure of every rank that has one, its text with the rank, in the order of ranks. Collective."""
+def failures(group: Gathers, failure: Exception | None, numbered: bool = True) -> list[DeepcError]:
+    """The failure of every rank that has one, its text with the rank (numbered), in the order of ranks. Collective."""
     kind = 0 if failure is None else 1 + max(i for i, k in enumerate(_KINDS) if i == 0 or isinstance(failure, k))
     text = f"{failure}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     rows = group.gather_all(torch.frombuffer(bytearray([kind]) + bytearray(text), dtype=torch.uint8))
     return [
-        _KINDS[row[0] - 1](f"rank {rank}: {bytes(row[1:]).decode(errors='replace').rstrip()}")
+        _KINDS[row[0] - 1](f"rank {rank}: " * numbered + bytes(row[1:]).decode(errors="replace").rstrip())
         for rank, row in enumerate(rows.tolist())
         if row[0]
     ]
 
 
-def together(group: Group, failure: Exception | None) -> None:
+def together(group: Gathers, failure: Exception | None) -> None:
     """If some rank has failed all raise: their own failure, or the first rank's. Collective."""
     told = failures(group, failure)
     if failure is not None:
