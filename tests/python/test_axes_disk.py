@@ -118,10 +118,11 @@ def _trained(rank, world, make, sizes, config, places, folder, kind):
     for number, place in enumerate(places):
         zero = {"zero_optimization": {"stage": 3, **LIMITS, **place}}
         engine, data = make(rank, mesh, {**config, **zero}, kind)
-        assert bool(engine.plan.parameters_on) == bool(place) and engine.plan.mode == (
-            "streamed" if place else "resident"
-        )
-        assert bool(engine.plan.gradients_on) == ("offload_optimizer" in place)
+        streamed = "offload_param" in place
+        assert bool(engine.plan.parameters_on) == streamed
+        assert engine.plan.mode == ("streamed" if streamed else "resident")
+        assert (engine.plan.disk is not None) == ("offload_optimizer" in place)
+        assert bool(engine.plan.gradients_on) == (streamed and "offload_optimizer" in place)
         told = [step(engine, data)]
         if folder:
             engine.save_checkpoint(f"{folder}/{number}")
@@ -184,6 +185,16 @@ def test_the_bits_of_memory_and_checkpoints_of_either(make, sizes, config, kind,
         places.insert(1, on_disk(disk, False))
     same_bits(run_ranks(_trained, moe.ranks_of(sizes), make, sizes, config, places, str(saved), kind))
     assert list(disk.iterdir()) == []
+
+
+@FULL
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_alone_of_spread_experts(stage, tmp_path):
+    disk, saved = tmp_path / "disk", str(tmp_path / "saved")
+    disk.mkdir()
+    states = on_disk(disk)["offload_optimizer"]
+    places = [{"stage": stage}, {"stage": stage, "offload_optimizer": states}]
+    same_bits(run_ranks(_trained, 4, experts, {"dp": 4, "ep": 2}, {}, places, saved, None))
 
 
 # ---- another layout --------------------------------------------------------------------------------------------------
