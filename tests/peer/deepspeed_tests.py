@@ -123,12 +123,6 @@ KNOWN = [
         "ranks beyond the heads of keys and values have queries too",
     ),
     Known(
-        "test_tiled_fused_logits_loss",
-        r"Greatest relative difference: 0\.01",
-        "on purpose",
-        "the test's tolerance is that of the gradient's dtype, which is fp32 here and that of the weights there",
-    ),
-    Known(
         "test_custom_module_replacement_with_patterns",
         "would be cut, of which|no module's name matches",
         "on purpose",

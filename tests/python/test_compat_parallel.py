@@ -295,6 +295,20 @@ def test_tiled_computations_and_losses_are_the_whole_ones(deepspeed):
             wrong()
 
 
+@pytest.mark.parametrize(("positions", "tiles"), [(425, 2), (7, 3), (1000, 7), (99, 99)])
+def test_shares_of_tiles_add_up_to_one_in_16_bits(deepspeed, positions, tiles):
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    x = torch.ones(1, positions, dtype=torch.bfloat16, requires_grad=True)
+    loss = TiledFusedLogitsLoss.apply(lambda m, x, y: x[0, 0], None, x, x.detach(), None, tiles, [], "mean")
+    loss.backward()
+    shares = [float(part[0, 0]) for part in x.grad.chunk(tiles, 1)]
+    assert len(shares) == tiles and loss == 1.0
+    for share, part in zip(shares, x.grad.chunk(tiles, 1)):
+        assert share == pytest.approx(part.numel() / positions, rel=0.02)
+    assert abs(sum(shares) - 1.0) <= shares[-1] * 2**-9  # as the last one is rounded; each for itself: 0.002 and more
+
+
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 def linear(inputs: int, outputs: int) -> nn.Linear:
     torch.manual_seed(inputs + outputs)

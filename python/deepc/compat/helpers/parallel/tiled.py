@@ -121,5 +121,17 @@ def _joined(outputs: Sequence[torch.Tensor], positions: Sequence[int], reduction
     """Of scalars, one for so many positions each."""
     if reduction == "sum":
         return torch.stack(list(outputs)).sum()
-    weights = outputs[0].new_tensor(positions) / sum(positions)
-    return (torch.stack(list(outputs)) * weights).sum()
+    return (torch.stack(list(outputs)) * _weights(positions, outputs[0])).sum()
+
+
+def _weights(positions: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Each tile's share of the positions, in `like`'s dtype, in which its gradient is multiplied with it. A tile takes
+    over what rounding took from those before it: else the weights of 213 and 212 positions add up to 0.998 in bf16, and
+    all gradients shrink by that."""
+    weights, total = torch.empty(len(positions), dtype=like.dtype, device="cpu"), sum(positions)
+    want = got = 0.0
+    for i, n in enumerate(positions):
+        want += n / total
+        weights[i] = want - got
+        got += float(weights[i])
+    return weights.to(like.device)
