@@ -93,12 +93,6 @@ KNOWN = [
         "an mpu whose groups are not of the sizes that it tells is an error",
     ),
     Known(
-        "test_tp_group_rejects_mpu|tp_group_rejects",
-        "tp_group=",
-        "on purpose",
-        "a group without this rank is refused earlier",
-    ),
-    Known(
         "TestTpDataloaderCorrectness",
         "tensor-parallel rank",
         "on purpose",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -334,12 +336,16 @@ def _cut_layers(rank, world):
 
     halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([0])]
     model = nn.Linear(2, 2)
-    assert deepspeed.tp_model_init(model, 2, tp_group=halves[0]) is model
-    with pytest.raises(UnsupportedError, match=r"rank 1 gave a group of the ranks \[\]"):  # on rank 0 too
-        deepspeed.tp_model_init(model, 1, tp_group=halves[1])
     section = {"autotp_size": world}
     skip = {"use_default_specs": False, "layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
-    deepspeed.initialize(model=linear(2, 2), config=config(tensor_parallel={**section, "partition_config": skip}))
+    skipped = config(tensor_parallel={**section, "partition_config": skip})
+    assert deepspeed.tp_model_init(model, 2, tp_group=halves[0]) is model
+    with pytest.raises(ValueError, match="tp_model_init provided tp_group; .*must not receive mpu"):
+        deepspeed.initialize(model=copy.deepcopy(model), config=skipped, mpu=object())  # what is noted goes with a copy
+    deepspeed.initialize(model=copy.deepcopy(model), config=skipped)
+    assert deepspeed.tp_model_init(model, 1, tp_group=halves[1]) is model
+    with pytest.raises(UnsupportedError, match=r"rank 1 gave a group of the ranks \[\]"):  # on rank 0 too
+        deepspeed.initialize(model=model, config=config())
     group = groups.get_tensor_model_parallel_group()
     whole = Chain()
     model = Chain()

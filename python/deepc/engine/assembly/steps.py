@@ -128,7 +128,7 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
-    source = as_noted(model, source)
+    source = as_noted(model, source, mpu)
     replicas = False
     if mpu is not None:
         source, replicas = as_mpu_says(model, source, mpu)

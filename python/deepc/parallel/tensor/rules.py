@@ -219,24 +219,28 @@ def tp_model_init(
     """Notes that deepc.initialize is to cut `model` over `tp_size` ranks, as tensor_parallel.autotp_size does, and
     returns it: nothing is cut yet. dtype: of training, checked against the configuration (None: not). config: the rest
     of the section tensor_parallel. tp_group: this rank's, of ranks next to each other, which share a model; another,
-    on any rank, is an UnsupportedError on all. Collective if there is one."""
+    on any rank, is an UnsupportedError of initialize on all, and initialize takes no mpu beside it."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"tp_model_init takes a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ArgumentError(f"tp_model_init(tp_size={tp_size!r}): it is a number of ranks, 1 or more")
-    if tp_group is not None:
-        _refuse_another_group(tp_group, tp_size)
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"tp_model_init(dtype={dtype}): it is one of {', '.join(map(str, _DTYPES))}")
-    model.__dict__[_ASKED] = {"autotp_size": tp_size, **(config or {})}, dtype
+    model.__dict__[_ASKED] = {"autotp_size": tp_size, **(config or {})}, dtype, _ranks_of(tp_group)
     return model
 
 
-def _refuse_another_group(group: Any, size: int) -> None:
-    """UnsupportedError, on all ranks, unless each gives the group that deepc makes. Collective over all ranks."""
+def _ranks_of(group: Any) -> list[int] | None:
+    """In place of the group, which a copy of the model could not take along. None: none was given."""
+    if group is None:
+        return None
+    return sorted(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else []
+
+
+def _refuse_another_group(theirs: list[int], size: int) -> None:
+    """UnsupportedError, on all ranks, unless each gave the group that deepc makes. Collective over all ranks."""
     begin = dist.get_rank() // size * size
     ours = list(range(begin, begin + size))
-    theirs = sorted(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else []
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (theirs, ours))
     for rank, (theirs, ours) in enumerate(given):
@@ -247,11 +251,19 @@ def _refuse_another_group(group: Any, size: int) -> None:
             )
 
 
-def as_noted(model: torch.nn.Module, source: Any) -> Any:
-    """The configuration with what tp_model_init has noted. ConfigError where they contradict each other."""
+def as_noted(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
+    """The configuration with what tp_model_init has noted. ConfigError where they contradict each other, or mpu.
+    Collective if there is a group."""
     if (noted := model.__dict__.get(_ASKED)) is None:
         return source
-    section, dtype = noted
+    section, dtype, ranks = noted
+    if ranks is not None:
+        if mpu is not None:
+            raise ConfigError(
+                "tp_model_init provided tp_group; initialize must not receive mpu, which says as well which ranks share"
+                " the model. Leave one of them out"
+            )
+        _refuse_another_group(ranks, section["autotp_size"])
     raw = dict(read(source.raw if isinstance(source, Config) else source)[0])
     given = dict(raw.get("tensor_parallel") or {})
     for key, value in section.items():
