@@ -93,12 +93,6 @@ KNOWN = [
         "an mpu whose groups are not of the sizes that it tells is an error",
     ),
     Known(
-        "TestTpDataloaderCorrectness",
-        "tensor-parallel rank",
-        "on purpose",
-        "batches that differ: the same exception, with a text that says which rank's",
-    ),
-    Known(
         "test_qwen2_(tp_plan_with_uneven_vocab|tied_lm_head)",
         r"weight.shape ==",
         "on purpose",

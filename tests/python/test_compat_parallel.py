@@ -342,7 +342,12 @@ def _cut_layers(rank, world):
     assert deepspeed.tp_model_init(model, 2, tp_group=halves[0]) is model
     with pytest.raises(ValueError, match="tp_model_init provided tp_group; .*must not receive mpu"):
         deepspeed.initialize(model=copy.deepcopy(model), config=skipped, mpu=object())  # what is noted goes with a copy
-    deepspeed.initialize(model=copy.deepcopy(model), config=skipped)
+    unequal, *_ = deepspeed.initialize(model=copy.deepcopy(model), config=skipped)
+    text = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
+    with pytest.raises(AssertionError) as caught:
+        unequal(torch.full((1, 2), float(rank)))
+    assert str(caught.value) == text and "tensor-parallel rank 1 another one" in str(caught.value.__cause__)
+    unequal(torch.ones(1, 2))
     assert deepspeed.tp_model_init(model, 1, tp_group=halves[1]) is model
     with pytest.raises(UnsupportedError, match=r"rank 1 gave a group of the ranks \[\]"):  # on rank 0 too
         deepspeed.initialize(model=model, config=config())

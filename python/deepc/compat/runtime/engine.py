@@ -69,6 +69,22 @@ class UnknownEngineNameError(UnsupportedError, AttributeError):
     """Neither deepc's DeepSpeedEngine nor the user's model has such an attribute."""
 
 
+def _in_its_words(compare: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What scripts look for in the text of the error, for ranks whose batches differ. Its cause, which a traceback
+    shows before it, names the rank and the way out."""
+
+    def compared(batch: Any) -> None:
+        try:
+            compare(batch)
+        except MisuseError as exc:
+            raise MisuseError(
+                "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure"
+                " consistency."
+            ) from exc
+
+    return compared
+
+
 class DeepSpeedEngine(Engine):
     """The engine that deepspeed.initialize returns under deepc."""
 
@@ -79,6 +95,8 @@ class DeepSpeedEngine(Engine):
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
         super().__init__(model, config, optimizer=optimizer, evaluates=True, **options)
+        if self.unequal_batches is not None:
+            self.unequal_batches = _in_its_words(self.unequal_batches)
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         zero_grad.follow(self)
