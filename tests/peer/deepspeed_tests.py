@@ -99,12 +99,6 @@ KNOWN = [
         "embeddings and tied heads are cut too",
     ),
     Known(
-        "test_qwen3_tp3_keeps_attention_heads_aligned",
-        "'NoneType' object has no attribute 'shape'",
-        "on purpose",
-        "no logits where the loss is computed over a cut vocabulary",
-    ),
-    Known(
         "test_autotp_size_above_kv_head_count_leaves_trailing_ranks_empty",
         "AssertionError",
         "on purpose",

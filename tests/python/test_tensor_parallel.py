@@ -394,6 +394,15 @@ def _compat(rank, world):
     told = torch.tensor([float(rank)])
     torch.distributed.all_reduce(told, group=groups.get_data_parallel_group())
     assert told.item() == sum(range(rank % 2, world, 2))
+    ids = torch.arange(12).view(2, 6)
+    out = engine.train()(input_ids=ids, labels=ids)
+    assert out.logits.shape == (2, 6, model.config.vocab_size) and out.loss.requires_grad
+    engine, *_ = deepspeed.initialize(
+        model=transformer("gpt2"),
+        config={**config, "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
+    )
+    with torch.no_grad():
+        assert engine.train()(input_ids=ids, labels=ids).logits is None
     for dtype, size, want in ((torch.float16, 2, "Conflicting dtype"), (None, 4, "tensor_parallel.autotp_size = 2")):
         model = deepc.tp_model_init(transformer("gpt2"), size, dtype)
         with pytest.raises(ConfigError, match=want):

@@ -177,6 +177,7 @@ class EngineBase(ModelWrapper):
     _undo: contextlib.ExitStack  # what destroy() undoes
     destroyed = False  # by destroy()
     resumes_data = True  # load_checkpoint takes training_dataloader to where it was
+    whole_logits = False  # of a vocabulary that is cut, beside the loss, where tensor_parallel says nothing of it
 
     # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.
     global_steps = global_samples = micro_steps = skipped_steps = 0

@@ -89,6 +89,7 @@ class DeepSpeedEngine(Engine):
     """The engine that deepspeed.initialize returns under deepc."""
 
     resumes_data = False  # scripts written for DeepSpeed skip what they had themselves
+    whole_logits = True  # and read outputs.logits beside the loss
     _coalescing = False  # inside coalesce_grad_reduction
     _in_no_sync = False
 

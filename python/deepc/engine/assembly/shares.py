@@ -88,9 +88,10 @@ def keep_comparing(engine: EngineBase) -> None:
     engine.unequal_replicas = compare_again(group, lambda: ((n, _Access(engine, p).local_fp32()) for n, p in named))
 
 
-def cut_as_asked(model: torch.nn.Module, config: Config, replicas: bool = False) -> None:
+def cut_as_asked(model: torch.nn.Module, config: Config, replicas: bool = False, whole_logits: bool = False) -> None:
     """Tensor parallelism: the model becomes this rank's shard of itself, unless it is one. replicas: nothing but
-    experts that ask for it is cut. Collective."""
+    experts that ask for it is cut. whole_logits: of a language model that makes its loss itself, unless the
+    configuration says otherwise. Collective."""
     asked = config.tensor_parallel
     if (asked.autotp_size or 1) == 1 or cuts_of(model):
         return
@@ -114,9 +115,18 @@ def cut_as_asked(model: torch.nn.Module, config: Config, replicas: bool = False)
         from ...parallel.pipeline.cutting.model import take_from_firsts
 
         take_from_firsts(model, mesh_with_experts(mesh, ranks_of_experts(model)))
-    summary = cut_model(model, tensor_group(mesh), dataclasses.asdict(asked), mesh.sp)
+    section = dataclasses.asdict(asked)
+    whole = whole_logits and asked.vocab_parallel_lm_head is None and stages == 1  # a pipeline returns the loss alone
+    if whole:
+        section["vocab_parallel_lm_head"] = False
+    summary = cut_model(model, tensor_group(mesh), section, mesh.sp)
     if dist.get_rank() == 0:
         logger.info("%s", summary)
+        if whole and "head" in summary.cut:
+            logger.info(
+                "outputs.logits is whole, as in DeepSpeed; tensor_parallel.vocab_parallel_lm_head true computes the"
+                " loss from each rank's part, in less memory"
+            )
 
 
 def mesh_asked(config: Config, stages: int) -> Mesh:

@@ -138,7 +138,7 @@ def initialize(
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
-    cut_as_asked(model, parsed, replicas)
+    cut_as_asked(model, parsed, replicas, kind.whole_logits)
     part = part_of(model, parsed, given, device)
     if mpu is not None:
         refuse_another_order(mpu, part.mesh if part is not None else mesh_asked(parsed, 1))
