@@ -315,7 +315,7 @@ class Plain(nn.Module):
 
 def _mpu(rank, world, folder):
     import deepc
-    from deepc.errors import ArgumentError, ConfigError
+    from deepc.errors import ArgumentError, ConfigError, UnsupportedError
 
     deepc.init_distributed()
     config = {
@@ -348,6 +348,11 @@ def _mpu(rank, world, folder):
         with pytest.raises(ArgumentError) as caught:
             deepc.initialize(model=Plain(), config=config, mpu=object())
         told.append(str(caught.value))
+        with deepc.zero.Init():
+            lost = Cut(Plain(), mpu)  # both ranks have the first one's shards
+        with pytest.raises(UnsupportedError) as caught:
+            deepc.initialize(model=lost, config=config, mpu=mpu)
+        told.append(str(caught.value))
         if world > 2:  # ranks that share a model far apart
             mpu._model, mpu._data = mpu._data, mpu._model
             with pytest.raises(ConfigError) as caught:
@@ -363,6 +368,7 @@ def test_a_model_that_megatrons_layers_have_cut(world, tmp_path):
         "no parameter of Plain says that it is cut, but down differs between the ranks 0 and 1",
         "mpu has 2 model-parallel ranks",
         "object lacks get_model",
+        "up is cut, and made under zero.Init",
     ]
     wants += ["ranks that share tensors are neighbours"] * (world > 2)
     for weights, got, told in run_ranks(_mpu, world, str(tmp_path / "cut")):
@@ -372,14 +378,16 @@ def test_a_model_that_megatrons_layers_have_cut(world, tmp_path):
         assert all(w in text for w, text in zip(wants, told, strict=True)), told
 
 
-def _replicas(rank, world, stage, shards):
-    """Losses and weights of a model without marks; the errors of one whose shards are equal at first."""
+def _replicas(rank, world, stage, shards, init=False):
+    """Losses and weights of a model without marks; the errors of one whose shards are equal at first. init: made under
+    zero.Init."""
     import deepc
     from deepc.errors import MisuseError
 
     deepc.init_distributed()
     mpu = Mpu(2) if world > 1 else None
-    model = Plain()
+    with deepc.zero.Init(enabled=init):
+        model = Plain()
     if shards:  # Megatron's layers without their marks, and the same numbers on both ranks
         model = Cut(model, mpu)
         for name, dim in (("up", 0), ("down", 1)):
@@ -419,9 +427,71 @@ def test_a_model_without_marks_is_taken_as_replicas_where_ranks_have_equal_bits(
             near(value, want[name], name)
 
 
+def test_replicas_that_zero_init_has_made():
+    ((want, norms, _),) = run_ranks(_replicas, 1, 3, False)
+    for weights, got, _ in run_ranks(_replicas, 2, 3, False, True):
+        assert got == pytest.approx(norms, rel=1e-5)
+        for name, value in weights.items():
+            near(value, want[name], name)
+
+
 def test_shards_without_marks_that_begin_equal_are_found_after_the_first_step():
     for _, _, told in run_ranks(_replicas, 2, 0, True):
         assert "after 1 step differs between model-parallel ranks 0 and 1" in told and "tensor_model_parallel" in told
+
+
+class Experts(nn.Module):
+    """A network of its own kind, which no rule knows, beside experts that ask to be cut."""
+
+    def __init__(self):
+        from deepc.parallel.expert import MoE
+
+        super().__init__()
+        torch.manual_seed(2)
+        self.plain = Plain()
+        expert = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
+        self.moe = MoE(6, expert, 2, use_rts=False, drop_tokens=False, enable_expert_tensor_parallelism=True)
+
+    def forward(self, x):
+        out, balance, _ = self.moe(x)
+        return self.plain(x + out) + 0.1 * balance
+
+
+def _experts(rank, world):
+    import deepc
+
+    deepc.init_distributed()
+    model = Experts()
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 4,
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        },
+        mpu=Mpu(2) if world > 1 else None,
+    )
+    names = dict(model.named_parameters())
+    cut = sorted(n for n, p in names.items() if id(p) in engine.cuts)
+    draw, norms = torch.Generator().manual_seed(7), []
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 6, generator=draw)))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    weights = {n: deepc.view(p).fp32 for n, p in names.items()}
+    engine.destroy()
+    return weights, norms, cut
+
+
+def test_experts_that_ask_to_be_cut_are_with_an_mpu():
+    ((want, norms, none),) = run_ranks(_experts, 1)
+    assert none == []
+    for weights, got, cut in run_ranks(_experts, 2):
+        assert got == pytest.approx(norms, rel=1e-5)
+        assert len(cut) == 6 and all(".deepspeed_experts." in n for n in cut)  # of two experts: not the last bias
+        for name, value in weights.items():
+            near(value, want[name], name)
 
 
 # ---- states on disk --------------------------------------------------------------------------------------------------
@@ -484,6 +554,11 @@ def _topology(rank, world):
     )
     column = {"patterns": [r".*up"], "partition_type": "column"}
     row = {"patterns": [r".*down"], "partition_type": "row"}
+    if world > 1:  # an mpu whose model-parallel ranks hold replicas
+        deepc.init_distributed()
+        staged = {"train_batch_size": 2, "pipeline": {"stages": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+        with pytest.raises(deepc.errors.UnsupportedError, match=r"initialize\(mpu=...\) of a pipeline has several"):
+            deepc.initialize(model=Plain(), config=staged, mpu=Mpu(2))
     engine, *_ = deepc.initialize(
         model=model,
         config={

@@ -161,6 +161,12 @@ def _take_cuts(model: torch.nn.Module, ranks: int, rank: int) -> None:
         for name, p in module._parameters.items():
             if p is None or name in cuts or not _is_cut(p):
                 continue
+            if is_zero_param(p):
+                raise UnsupportedError(
+                    f"initialize(mpu=...): {f'{path}.' if path else ''}{name} is cut, and made under zero.Init, which"
+                    " keeps the first rank's values for all ranks: the other ranks' shards are gone. Make the model"
+                    " outside of zero.Init, or whole, and set tensor_parallel.autotp_size, with which deepc cuts it"
+                )
             dim = getattr(p, "partition_dim", -1)
             parts = getattr(p, "partition_stride", getattr(p, "stride", 1) if hasattr(p, "model_parallel") else 1)
             if not isinstance(dim, int) or not 0 <= dim < p.dim():
