@@ -195,8 +195,8 @@ def _run(
     dtype = torch.float32 if wide else hidden.dtype
     matrix = weight.to(dtype)
     extra = None if bias is None else bias.to(dtype)
-    buffer = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
-    rows = rows_per_chunk(n, classes, dtype.itemsize, chunk_rows, buffer)
+    nbytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+    rows = rows_per_chunk(n, classes, dtype.itemsize, chunk_rows, nbytes)
     logits = torch.empty(min(rows, n), _row_stride(classes, dtype), dtype=dtype, device=hidden.device)
     logits[
         :, classes:
