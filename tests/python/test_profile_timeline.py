@@ -301,7 +301,8 @@ def train_recorded(rank, world, folder, cases, nodes=""):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("timeline")
-    return folder, run_ranks(train_recorded, 2, args=(str(folder), CASES))
+    # fresh: memory is that of all engines of the process, and a test that never ends its engine leaves it there
+    return folder, run_ranks(train_recorded, 2, args=(str(folder), CASES), fresh=True)
 
 
 CASES = {"zero": (0, False), "bare": (2, False), "modules": (3, False), "streamed": (3, True)}
@@ -322,7 +323,7 @@ def test_engines_record_the_steps_asked_for(recorded, name):
 
 @pytest.mark.full
 def test_engines_record_the_steps_on_two_nodes(tmp_path):
-    results = run_ranks(train_recorded, 2, args=(str(tmp_path), CASES, "01"))
+    results = run_ranks(train_recorded, 2, args=(str(tmp_path), CASES, "01"), fresh=True)
     for name in NAMES:
         check_steps(tmp_path, results, name)
 

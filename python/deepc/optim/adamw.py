@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
 from .states.dense import Optimizer, check_tensor, in_order, loss_of, state_in_order, zeros_for
 from .states.formats import (
@@ -143,7 +144,7 @@ class AdamW(Optimizer):
             states = [self._state_of(p, group["amsgrad"]) for p in given]
             counts = [s["step"] for p, s in zip(given, states) if p.dtype != torch.float64]
             if counts:
-                torch._foreach_add_(counts, 1.0)  # one by one they took a quarter of a step of GPT-2's 148 tensors
+                private.add_to_each(counts, 1.0)  # one by one they took a quarter of a step of GPT-2's 148 tensors
             for p, state in zip(given, states):
                 if p.dtype == torch.float64:
                     _step_float64(p, state, group)

@@ -51,6 +51,12 @@ class Private(NamedTuple):
 
 NAMES = (
     Private(
+        "torch._foreach_add_",
+        "optim/adamw: the counts of steps of many parameters in one call",
+        "1.9",
+        "nothing but time: they are counted one by one",
+    ),
+    Private(
         "torch._C._current_graph_task_id",
         "zero/streamed, zero/step/hooks, engine/states, observe/profile: whether this thread is inside a backward",
         "2.0",
@@ -255,6 +261,15 @@ pop_saved_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_defau
 def at_end_of_backward(function: Callable[[], Any]) -> None:
     """Calls `function` when the backward that runs in this thread has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def add_to_each(tensors: list[torch.Tensor], value: float) -> None:
+    """Adds `value` to each of `tensors`."""
+    if (together := getattr(torch, "_foreach_add_", None)) is not None:
+        together(tensors, value)
+        return
+    for t in tensors:
+        t += value
 
 
 def has_value(t: torch.Tensor) -> bool:
