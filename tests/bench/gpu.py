@@ -62,16 +62,13 @@ def queued(contenders: Mapping[str, Callable[[], object]], rounds: int, repeat: 
     return times
 
 
-def tell(
-    figure: str, times: Mapping[str, list[float]], peers: list[str], unit: str = "ms", mine: str = "deepc", **more
-) -> None:
-    """One row each, then `mine` against each peer (above 1: deepc is better)."""
+def tell(figure: str, times: Mapping[str, list[float]], peers: list[str], unit: str = "ms", **more) -> None:
+    """One row each, then deepc against each peer (above 1: deepc takes less)."""
     for name, values in times.items():
         emit("gpu", figure, name, unit, values, **HERE, **more)
     for peer in peers:
-        if peer in times and mine in times:
-            pair = (times[mine], times[peer]) if unit == "tokens/s" else (times[peer], times[mine])
-            emit("gpu", figure, mine, unit, times[mine], ratio=paired(*pair), peer=peer, **HERE, **more)
+        mine = times["deepc"]
+        emit("gpu", figure, "deepc", unit, mine, ratio=paired(times[peer], mine), peer=peer, **HERE, **more)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -224,9 +221,9 @@ def with_engine(package: str, model, stage: int, batch: int, offload: bool, fuse
 
 
 def training(figure: str, size: str, made: Mapping[str, Callable], args: argparse.Namespace, recompute=False) -> None:
-    """Each contender in a turn of its own, `rounds` bursts of 4 steps: they don't fit beside each other."""
+    """Each contender in a turn of its own, `rounds` bursts of args.burst steps: they don't fit beside each other."""
     times: dict[str, list[float]] = {}
-    memory: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}  # MiB
     losses: dict[str, list[float]] = {}
     batch = args.batch
     data = torch.randint(0, 50257, (8, batch, args.length), generator=torch.Generator().manual_seed(3)).cuda()
@@ -246,7 +243,7 @@ def training(figure: str, size: str, made: Mapping[str, Callable], args: argpars
                 torch.cuda.synchronize()
                 times[name].append(args.burst * batch * args.length / (time.perf_counter() - begin))
             losses[name].append(last.item())
-            memory[name] = [(torch.cuda.max_memory_allocated() - before) / 2**20]
+            memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             close()
             del step, close
         except Exception as exc:
@@ -256,12 +253,9 @@ def training(figure: str, size: str, made: Mapping[str, Callable], args: argpars
                 raise
     for mine in [n for n in times if n.startswith("deepc")]:
         others = [n for n in times if not n.startswith("deepc")]
-        shown = {n: v for n, v in times.items() if n in (mine, *others)}
-        more = {"losses": losses[mine]}
-        tell(figure, {mine: shown[mine]}, [], "tokens/s", **more)
         for peer in others:
             ratio = statistics.median(times[mine]) / statistics.median(times[peer])
-            less = memory[peer][0] / memory[mine][0]
+            less = memory[peer] / memory[mine]
             emit(
                 "gpu",
                 figure,
@@ -274,7 +268,7 @@ def training(figure: str, size: str, made: Mapping[str, Callable], args: argpars
                 **HERE,
             )
     for name in times:
-        emit("gpu", figure, name, "tokens/s", times[name], **HERE, MiB=round(memory[name][0]), losses=losses[name])
+        emit("gpu", figure, name, "tokens/s", times[name], **HERE, MiB=round(memory[name]), losses=losses[name])
 
 
 def train(args: argparse.Namespace) -> None:

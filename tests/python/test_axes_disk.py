@@ -9,6 +9,7 @@ import math
 import pytest
 import test_moe_axes as moe
 import torch
+from failing_disk import FailingDisk
 from plainly import batch_loss
 from ranks import run_quietly as run_ranks
 from test_axes_matrix import RULES, Own
@@ -246,38 +247,16 @@ def test_a_checkpoint_of_the_disk_goes_on_in_another_layout(make, sizes, other, 
 def _failing(rank, world, make, sizes, inside, folder):
     """A transfer of a rank fails once in the judgement of a step, then in an update, then `inside` of a forward or
     backward."""
-    from deepc.errors import DeepcError, DiskFullError
-    from deepc.offload import array
+    from deepc.errors import DeepcError
     from deepc.plan.mesh import Mesh
 
     mesh, said, losses = Mesh.of(sizes), [], []
     zero = {"zero_optimization": {"stage": 3, **LIMITS, **on_disk(folder)}}
-    whole, failing, culprit = array.DiskArray._finish, False, 0
-
-    def finish(self, handle):
-        nonlocal failing
-        whole(self, handle)
-        if failing and rank == culprit:
-            failing = False
-            raise DiskFullError("[made by the test]")
-
-    def around(what):
-        def run(*args, **kwargs):
-            nonlocal failing
-            failing = True
-            try:
-                return what(*args, **kwargs)
-            finally:
-                failing = False
-
-        return run
-
-    array.DiskArray._finish = finish
-    try:
+    with FailingDisk() as disk:
         engine, data = make(rank, mesh, zero)
         losses.append(step(engine, data))
         for name, owner, culprit in (("squares_of", engine.state, 1), ("update", engine.optimizer, world - 1)):
-            setattr(owner, name, around(getattr(owner, name)))
+            setattr(owner, name, disk.around(getattr(owner, name), rank == culprit))
             try:
                 step(engine, data)
             except DeepcError as exc:
@@ -290,12 +269,10 @@ def _failing(rank, world, make, sizes, inside, folder):
         batch = next(data)
         call = engine if isinstance(batch, tuple) else lambda *_: engine(**batch)
         try:
-            loss = around(call)(*batch) if inside == "forward" else call(*batch)
-            around(engine.backward)(loss)
+            loss = disk.around(call, rank == culprit)(*batch) if inside == "forward" else call(*batch)
+            disk.around(engine.backward, rank == culprit)(loss)
         except DeepcError as exc:
             said.append((inside, type(exc).__name__, str(exc)))
-    finally:
-        array.DiskArray._finish = whole
     return losses, weights, said
 
 

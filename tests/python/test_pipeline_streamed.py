@@ -7,6 +7,7 @@ import collections
 
 import pytest
 import torch
+from failing_disk import FailingDisk
 from ranks import run_quietly as run_ranks
 from test_nodes import on_node
 from test_pipeline import CLIPPED, Embed, batches, loss_of
@@ -365,32 +366,12 @@ def test_parameters_on_disk_have_the_bits_of_memory(world, config, schedules, no
 def _failing(rank, world, folder, place):
     """A transfer of the last rank fails once, in turn where gradients go to the disk, in the step, and where tied
     weights are read for their copies; then all goes on. Then one fails inside of a batch."""
-    from deepc.errors import CommError, DeepcError, DiskError, DiskFullError
-    from deepc.offload import array
+    from deepc.errors import CommError, DeepcError, DiskError
 
     engine, data = engine_of(CLIPPED, {**LIMITED, **place}), batches(rank % 2, MICRO, 2)
-    whole, failing, losses, said = array.DiskArray._finish, False, [], []
+    losses, said = [], []
 
-    def finish(self, handle):
-        nonlocal failing
-        whole(self, handle)
-        if failing and rank == culprit:
-            failing = False
-            raise DiskFullError("[made by the test]")
-
-    def around(what):
-        def run(*args, **kwargs):
-            nonlocal failing
-            failing = True
-            try:
-                return what(*args, **kwargs)
-            finally:
-                failing = False
-
-        return run
-
-    array.DiskArray._finish = finish
-    try:
+    with FailingDisk() as disk:
         for name, owner, culprit in (
             ("", engine, 0),
             ("flush", engine.hooks, 3),
@@ -398,7 +379,7 @@ def _failing(rank, world, folder, place):
             ("hold", engine.state.streamed, 1),
         ):
             if name:
-                setattr(owner, name, around(getattr(owner, name)))
+                setattr(owner, name, disk.around(getattr(owner, name), rank == culprit))
             try:
                 losses.append(float(engine.train_batch(data)))
             except DiskError as exc:
@@ -413,12 +394,10 @@ def _failing(rank, world, folder, place):
                 if name:
                     delattr(owner, name)
             losses.append(float(engine.train_batch(data)))
-        culprit, failing = 3, True
+        disk.failing = rank == 3
         with pytest.raises(DiskError if rank == 3 else CommError) as caught:
             engine.train_batch(data)
         said.append(("batch", str(caught.value)))
-    finally:
-        array.DiskArray._finish = whole
     return losses, said
 
 

@@ -56,15 +56,6 @@ class _Block:
             C.dc_mem_free(self.address)
 
 
-def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
-    """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
-    that are walked together. Raises OutOfMemoryError before the kernel would kill."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    block = _Block(numel * dtype.itemsize, color)
-    return tensor_at(block.address, numel, dtype, block)
-
-
 class _LockedBlock(_Block):
     """The same, whose pages the CUDA driver has locked; where it refuses (too much is locked), as any other's."""
 
@@ -75,10 +66,8 @@ class _LockedBlock(_Block):
         if driver.cudaHostRegister(self.address, nbytes, 0) == driver.cudaError.success:
             self.locked = True
             return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # which takes the error away: torch would find it behind its next kernel
-            torch.zeros(1, device="cuda")
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes the error away: torch would find it behind its next kernel
 
     def __del__(self) -> None:
         if getattr(self, "locked", False):
@@ -86,12 +75,13 @@ class _LockedBlock(_Block):
         super().__del__()
 
 
-def locked_zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
-    """As `zeros`, in pages that a GPU of this process reaches: copies run at the bus's rate, and beside the host's work
-    with non_blocking=True."""
+def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: bool = False) -> torch.Tensor:
+    """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
+    that are walked together. locked: in pages that a GPU of this process reaches: copies run at the bus's rate, and
+    beside the host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    block = _LockedBlock(numel * dtype.itemsize, color)
+    block = (_LockedBlock if locked else _Block)(numel * dtype.itemsize, color)
     return tensor_at(block.address, numel, dtype, block)
 
 

@@ -82,8 +82,6 @@ class WholeFlats:
             state.group.barrier()  # rank 0's values are visible to all
         elif state.plan.world > 1:
             state.group.broadcast(state.flat, 0)
-        if state.flat_host is not None:  # without masters it is what the optimizer updates
-            state.flat_host.copy_(state.flat)
 
     def follow(self, state: ModelState, index: int) -> None:
         everywhere = state.plan.own_all or state.plan.world == 1

@@ -24,14 +24,11 @@ from .parameters.param import Released, share, version_of
 from .step.collective import TorchReducer
 from .tiers.agree import together
 from .tiers.disk import DiskTier
-from .tiers.windows import Array, Window
+from .tiers.windows import PART, Array, Window
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
     from ..comm.shared import Segment as SharedSegment
-
-
-_PART = 1 << 20  # elements of gradients that are read at a time
 
 
 class Cell(NamedTuple):
@@ -173,7 +170,7 @@ class ModelState:
         together."""
         if self.state_device.type == "cpu":
             crosses = what in ("acc", "lowp") and self.device.type == "cuda"  # to or from a GPU in each step
-            return (memory.locked_zeros if crosses else memory.zeros)(numel, dtype, memory.COLORS[what])
+            return memory.zeros(numel, dtype, memory.COLORS[what], locked=crosses)
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
     def states(self, numel: int, what: str) -> Array:
@@ -209,6 +206,8 @@ class ModelState:
             for p in self.trained:
                 share(p)
         self.flats.spread(self)
+        if self.flat_host is not None:  # without masters it is what the optimizer updates
+            self.flat_host.copy_(self.flat)
 
     def _note_versions(self) -> None:
         """What was written so far is no stray write."""
@@ -406,10 +405,10 @@ class ModelState:
     def squares_of(self, params: Collection[int]) -> float:
         """Sum of squares of the accumulated gradients of some trained parameters, as far as they are owned here."""
         parts = (
-            self._gradients(at, min(_PART, s.shard_begin + s.length - at))
+            self._gradients(at, min(PART, s.shard_begin + s.length - at))
             for s in self.plan.segments
             if s.param in params
-            for at in range(s.shard_begin, s.shard_begin + s.length, _PART)
+            for at in range(s.shard_begin, s.shard_begin + s.length, PART)
         )
         return math.fsum(float(part.double().square().sum()) for part in parts)
 

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -69,11 +70,6 @@ class Run(NamedTuple):
 
 
 _PART = 1 << 23  # elements of an offloaded update that go to the device together
-
-
-def _parts(run: Run) -> Iterator[Run]:
-    for lo in range(0, run.n, _PART):
-        yield Run(run.group, run.flat + lo, run.own + lo, min(_PART, run.n - lo))
 
 
 def _stretches(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
@@ -245,7 +241,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
         if st.flat_host is not None:  # what is done of a long one goes to the device meanwhile
-            self._runs = [part for r in self._runs for part in _parts(r)]
+            begins = range(0, st.plan.owned_elems, _PART)
+            self._runs = [part for at in begins for part in within(self._runs, at, at + _PART)]
         if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
@@ -358,6 +355,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         of the share is updated: `finish` does the rest."""
         self._steps += 1
         self._forget_rest()
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's parameters have left
         if not self.core:
             self._update_torch(grad_scale)
         elif self._across is not None:
@@ -402,8 +401,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._passes.forget()
 
     def _update_host(self, grad_scale: float) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()  # the last step's parameters have left
         with self._unfinished_at(grad_scale):
             if self._ratios is not None:
                 self._ratios.update(grad_scale, self._steps)
@@ -438,20 +435,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sent.record(torch.cuda.current_stream(self._state.device))
 
     def _step_and_send(self, groups: Sequence[tuple[Scalars, float]]) -> None:
-        """The step of offloaded states, a batch of runs after the other: new parameters go to the device while the next
-        ones are made."""
+        """The step of offloaded states, part by part: new parameters go to the device while the next ones are made."""
         st, at = self._state, 0
         host = cast(torch.Tensor, st.flat_host)
-        while at < len(self._runs):
-            end, n = at, 0
-            while end < len(self._runs) and (end == at or n + self._runs[end].n <= _PART):
-                end, n = end + 1, n + self._runs[end].n
-            runs = self._runs[at:end]
+        for _, part in itertools.groupby(self._runs, key=lambda r: r.own // _PART):
+            runs = list(part)
             args = (StepArgs * len(runs)).from_buffer(self._args, at * ctypes.sizeof(StepArgs))
             self._step_runs(args, runs, groups)
-            for begin, stop in _stretches(runs):
-                st.flat[begin:stop].copy_(host[begin:stop], non_blocking=True)
-            at = end
+            for begin, end in _stretches(runs):
+                st.flat[begin:end].copy_(host[begin:end], non_blocking=True)
+            at += len(runs)
         self._note_sent()
 
     def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:

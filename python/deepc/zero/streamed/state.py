@@ -110,8 +110,7 @@ class ShardFlats:
         p.data = torch.empty(0, dtype=state.dtype, device=state.device)
 
     def spread(self, state: ModelState) -> None:
-        if state.flat_host is not None:
-            state.flat_host.copy_(state.flat)
+        """A shard is this rank's alone: nothing is to do."""
 
     def follow(self, state: ModelState, index: int) -> None:
         for s in state.plan.segments if state.master is not None else ():
