@@ -65,6 +65,13 @@ DC_API int dc_comm_abort(dc_comm *c, const char *reason);
  * them get DC_E_MISMATCH, with who waits where, instead of waiting for ever (comm/deadlock.c). Local: every rank calls
  * it, while no other thread is in one of them. Ends when c or `to` is closed. DC_E_INVALID if their ranks differ. */
 DC_API int dc_comm_relate(dc_comm *c, dc_comm *to);
+/* Says that c and `on` are groups of one model, of any ranks: from now on a wait in c ends also when `on` is broken,
+ * with its error, or 2 s after a rank of `on` has ended without leaving it (DC_E_PEER_DIED). Local and one way. Ends
+ * when c or `on` is closed. */
+DC_API int dc_comm_depend(dc_comm *c, dc_comm *on);
+/* As dc_comm_abort with an error that another group has ended with: all waits return `status` with this text, as it is.
+ * DC_E_INVALID if status is none of an error. */
+DC_API int dc_comm_fail(dc_comm *c, int status, const char *text);
 /* For who waits for `rank` of c elsewhere (until it has opened another group), to be called again and again meanwhile:
  * DC_E_PEER_DIED when its process has ended, with `what` ("to open group dp"); DC_E_MISMATCH when it waits for this
  * rank in c or what c is related to. The first leaves c sound. rank -1: the wait is over. */

@@ -144,6 +144,16 @@ int dc_comm_abort(dc_comm *c, const char *reason) {
   return DC_OK;
 }
 
+int dc_comm_fail(dc_comm *c, int status, const char *text) {
+  if (!c || !text) return DC_FAIL(DC_E_INVALID, "the communicator or the text is NULL");
+  if (status == DC_OK || strcmp(dc_status_name(status), "E_UNKNOWN") == 0)
+    return DC_FAIL(DC_E_INVALID, "status %d: no error has it", status);
+  if (c->fork_mark != dc__fork_mark())
+    return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process", c->label);
+  dc__break(c, status, "%s", text); /* its status is for the waits; telling them succeeded */
+  return DC_OK;
+}
+
 const char *dc_comm_error(const dc_comm *c) {
   if (!c || c->fork_mark != dc__fork_mark()) return "";
   if (atomic_load_explicit(&c->h->broken, memory_order_acquire) != DC__BROKEN) return "";

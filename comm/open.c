@@ -11,6 +11,7 @@
 
 #include "comm_impl.h"
 #include "deadlock.h"
+#include "depend.h"
 #include "fault.h"
 #include "flight.h"
 #include "job.h"
@@ -85,6 +86,7 @@ static void open_release(dc_comm *c) {
   dc__p2p_close(c); /* before its area goes */
   dc__segments_orphan(c);
   dc__deadlock_leave(c);
+  dc__depend_leave(c);
   dc__counts_detach(&c->counts);
   bool ours = c->fork_mark == dc__fork_mark();
   if (ours) dc__arena_unmap(&c->map); /* in a forked child nothing of it is mapped */

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "depend.h"
 #include "fault.h"
 #include "flight.h"
 #include "message.h"
@@ -284,6 +285,7 @@ int dc_request_test(dc_request *r, int *done) {
         r->look_ns = now;
         dc__look_at_peers(p->c);
         rc = p2p_look_at(p, r, 0);
+        if (!rc && !p2p_is_over(r)) rc = dc__depend_look(p->c);
       }
       rc = dc__match_spread(p, rc);
       p->inside--;

@@ -10,6 +10,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "depend.h"
+
 void (*_Atomic dc__serve)(void);
 _Atomic int dc__unfinished;
 
@@ -49,6 +51,7 @@ bool dc__look_due(const dc__waiting *w) { return dc__now_ns() - *w->look_ns >= D
 int dc__look(dc__waiting *w) {
   *w->look_ns = dc__now_ns();
   dc__look_at_peers(w->c);
+  DC_TRY(dc__depend_look(w->c));
   w->late = *w->look_ns - w->start_ns >= w->timeout_ns;
   return w->look(w);
 }

@@ -200,6 +200,7 @@ enum dc__fork_order {
   DC__FORK_REGISTRY, /* comm/p2p_match.c: open endpoints */
   DC__FORK_SEGMENTS, /* comm/segment.c: segments of communicators */
   DC__FORK_FAMILIES, /* comm/deadlock.c: communicators that belong together */
+  DC__FORK_DEPENDS, /* comm/depend.c: communicators that end with others */
   DC__FORK_MARK, /* comm/mark.c: the number of this process */
   DC__FORK_PEERS, /* comm/peers.c: pidfds of other processes */
   DC__FORK_FLIGHT, /* comm/flight.c: the record */

@@ -816,6 +816,128 @@ TEST(Deadlock, OfGroupsThatAreNotRelatedIsATimeout) {
   }));
 }
 
+// Ranks 0 and 1 have a group of their own beside that of all three, and what waits in it depends on the other.
+static std::vector<Outcome> run_depending(
+    const std::function<std::string(int rank, dc_comm *all, dc_comm *pair)> &body) { // pair: NULL on rank 2
+  std::string address[2] = {fresh_address(), fresh_address()};
+  return run_ranks(3, [&](int rank) -> std::string {
+    dc_comm *all, *pair = nullptr;
+    dc_comm_config k = config_of(address[0].c_str(), rank, 3, 2, 4096, 600000);
+    k.label = "engine1";
+    FINE(dc_comm_open(&k, &all));
+    if (rank < 2) {
+      k = config_of(address[1].c_str(), rank, 2, 2, 4096, 600000);
+      k.label = "tp";
+      FINE(dc_comm_open(&k, &pair));
+      FINE(dc_comm_depend(pair, all));
+      FINE(dc_comm_depend(pair, all));
+      FINE(dc_comm_depend(pair, pair));
+    }
+    FINE(dc_barrier(all, 0));
+    std::string said = body(rank, all, pair);
+    FINE(dc_comm_close(pair));
+    FINE(dc_comm_close(all));
+    return said;
+  });
+}
+
+// Rank 1 waits for nobody, and lives until rank 0 has been told.
+TEST(Depend, AWaitForALivingRankEndsWithADeathElsewhere) {
+  for (int message = 0; message < 2; message++) {
+    auto out = run_depending([&](int rank, dc_comm *, dc_comm *pair) -> std::string {
+      float x = 0;
+      if (rank == 2) raise(SIGKILL);
+      if (rank == 1) {
+        while (!dc_comm_error(pair)[0]) nap_ms(1);
+        return "";
+      }
+      if (message) WANT_STATUS(DC_E_PEER_DIED, dc_recv(pair, &x, 1, DC_F32, 1, 0, nullptr));
+      else WANT_STATUS(DC_E_PEER_DIED, dc_barrier(pair, 0));
+      WANT_TEXT("group engine1: rank 2 (pid ");
+      WANT_TEXT("died: ");
+      WANT_TEXT("rank 0 waits in group tp of the same model");
+      return "";
+    });
+    EXPECT_TRUE(out[2].killed());
+    out.pop_back();
+    expect_all_fine(out);
+  }
+}
+
+TEST(Depend, AWaitEndsWithWhatBrokeAnotherGroup) {
+  expect_all_fine(run_depending([&](int rank, dc_comm *all, dc_comm *pair) -> std::string {
+    if (rank) {
+      WANT_STATUS(DC_E_MISMATCH, dc_barrier(all, rank));
+      while (pair && !dc_comm_error(pair)[0]) nap_ms(1);
+      return "";
+    }
+    WANT_STATUS(DC_E_MISMATCH, dc_barrier(pair, 0));
+    WANT_TEXT("rank 1 called barrier(tag 1)");
+    WANT_TEXT("rank 2 called barrier(tag 2)");
+    return "";
+  }));
+}
+
+// Who polls learns of it as well.
+TEST(Depend, ATestEndsWithADeathElsewhere) {
+  auto out = run_depending([&](int rank, dc_comm *, dc_comm *pair) -> std::string {
+    if (rank == 2) raise(SIGKILL);
+    if (rank == 1) {
+      while (!dc_comm_error(pair)[0]) nap_ms(1);
+      return "";
+    }
+    float x = 0;
+    dc_request *r;
+    int done = 0, rc;
+    FINE(dc_irecv(pair, &x, 1, DC_F32, 1, 0, nullptr, &r));
+    while (!(rc = dc_request_test(r, &done)) && !done) nap_ms(1);
+    WANT(rc == DC_E_PEER_DIED, "status %d", rc);
+    FINE(dc_request_free(r));
+    return "";
+  });
+  out.pop_back();
+  expect_all_fine(out);
+}
+
+// A rank that has left, and one of a group that this rank has closed, is nobody's business.
+TEST(Depend, NothingEndsWithRanksThatHaveLeft) {
+  for (int closes = 0; closes < 2; closes++) {
+    auto out = run_depending([&](int rank, dc_comm *all, dc_comm *pair) -> std::string {
+      if (rank == 2) {
+        if (closes) raise(SIGKILL);
+        return "";
+      }
+      if (closes) { // dc_comm_close of run_depending gets what it can close
+        FINE(dc_comm_close(all));
+        if (rank == 1) nap_ms(2500); // longer than a death's grace
+        FINE(dc_barrier(pair, 0));
+        FINE(dc_comm_close(pair));
+        _exit(0);
+      }
+      if (rank == 1) nap_ms(2500);
+      FINE(dc_barrier(pair, 0));
+      return "";
+    });
+    out.pop_back();
+    expect_all_fine(out);
+  }
+}
+
+TEST(Depend, AnErrorOfAnotherGroupIsPassedOnAsItIs) {
+  expect_all_fine(run_depending([&](int rank, dc_comm *, dc_comm *pair) -> std::string {
+    if (rank == 2) return "";
+    WANT_STATUS(DC_E_INVALID, dc_comm_fail(pair, DC_OK, "fine"));
+    WANT_STATUS(DC_E_INVALID, dc_comm_fail(pair, 12345, "no status"));
+    WANT_STATUS(DC_E_INVALID, dc_comm_fail(pair, DC_E_PEER_DIED, nullptr));
+    WANT_STATUS(DC_E_INVALID, dc_comm_depend(pair, nullptr));
+    FINE(dc_barrier(pair, 0)); /* what is refused breaks nothing */
+    if (rank) FINE(dc_comm_fail(pair, DC_E_PEER_DIED, "group pp: rank 7 died"));
+    WANT_STATUS(DC_E_PEER_DIED, dc_barrier(pair, 0));
+    WANT_TEXT("group pp: rank 7 died");
+    return "";
+  }));
+}
+
 TEST(Deadlock, RelatingWhatCanNotBeRelatedIsRefused) {
   std::string address[2] = {fresh_address(), fresh_address()};
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {

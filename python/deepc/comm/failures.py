@@ -116,6 +116,16 @@ def break_group(group: Any, me: int, count: int) -> None:
         break_pairs(group, me, count)
 
 
+def break_messages(group: Any) -> None:
+    """Ends the waits for messages of torch's default group that Gloo carries, here and at the peers, which are told by
+    nothing else. From any thread."""
+    import torch.distributed as dist
+
+    messages = getattr(group, "messages_of_gloo", group if group is not None and dist.get_backend() == "gloo" else None)
+    if messages is not None:
+        break_pairs(messages, dist.get_rank(), dist.get_world_size())
+
+
 @contextlib.contextmanager
 def translated(what: str, rank: int, world: int) -> Iterator[None]:
     """Around calls of a backend: turns its error into one of ours."""

@@ -9,8 +9,10 @@ part of a bucket, and the parts of all ranks of one local index, are each one st
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +23,14 @@ import torch.distributed as dist
 
 from ..core.foreign import private
 from ..core.telemetry import waits
-from ..errors import UnsupportedError
+from ..errors import CommError, UnsupportedError
 from ..plan.plan import CONTROL_SLOT_BYTES
-from .failures import translated
+from .failures import break_messages, meaning, shortened, translated
 from .internode.link import Link
 from .place import Places, discover
 
 if TYPE_CHECKING:
+    from .internode.hierarchy import Hierarchy
     from .shared import Comm, Segment
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -111,6 +114,7 @@ class NodeGroup(_OneNode):
         self._places = places
         self.names = list(range(world)) if names is None else names
         self._comms: list[Comm] = []
+        self._model: list[Comm] = []  # of other groups
         self._of = _default_group()
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
         _open_groups.add(self)
@@ -140,7 +144,12 @@ class NodeGroup(_OneNode):
         if self._comms:  # one loop calls them all, so ranks that wait in different ones are told
             comm.relate(self._comms[0])
         self._comms.append(comm)
+        depend([comm, *self._model])
         return comm
+
+    def belong(self, model: Iterable[Comm]) -> None:
+        """To a model whose other communicators these are."""
+        self._model = [c for c in model if c not in self._comms]
 
     def close_comm(self, comm: Comm) -> None:
         """The end of one that `open_comm` made (collective)."""
@@ -376,6 +385,16 @@ def _default_group() -> weakref.ref[Any] | None:
 _open_groups: weakref.WeakSet[NodeGroup] = weakref.WeakSet()
 
 
+@atexit.register
+def _leave_at_exit() -> None:
+    """A rank whose script has come to its end leaves its groups: others may still work among themselves, and must not
+    take it for dead. One that ends by an error does not: they have to be told (`make_one`)."""
+    if getattr(sys, "last_value", None) is None:
+        for comm in [c for group in _open_groups for c in group.comms()]:
+            if not comm.lock.locked():
+                comm.close()
+
+
 def swap(group: Group, row: torch.Tensor, counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """All ranks send to all: counts[a][b] elements of rank a's 1-D `row`, which has them in the order of b, go to rank
     b. Returns what came from each rank. Collective: all pass the same counts."""
@@ -418,16 +437,69 @@ class _Watch:
                 comm.waits(-1, "")
 
 
-def abort(groups: Iterable[Group], reason: str) -> None:
-    """Breaks these groups and the default one on every rank of this node, so that nobody waits for a rank that does not
-    come any more."""
-    world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
-    if world is not None:
-        world.abort(reason)
-    for group in groups:
-        of_node = group.inside if isinstance(group, MultiNodeGroup) else group
-        for comm in of_node.comms() if isinstance(of_node, NodeGroup) else ():
+def depend(comms: Sequence[Comm]) -> None:
+    """These are of one model: a wait in one of them ends with the ranks and the errors of all."""
+    for comm in comms:
+        for other in comms:
+            comm.depend(other)
+
+
+def _in_nodes(groups: Iterable[Group]) -> list[NodeGroup]:
+    """What they have in this node, each once."""
+    found = [g.inside if isinstance(g, MultiNodeGroup) else g for g in groups]
+    return list(dict.fromkeys(g for g in found if isinstance(g, NodeGroup)))
+
+
+def _default_comms() -> list[Comm | Hierarchy]:
+    """The default group's communicator, if it is ours."""
+    world: Comm | Hierarchy | None = getattr(dist.group.WORLD, "open_comm", None)
+    return [] if world is None else [world]
+
+
+def make_one(groups: Iterable[Group], comms: Iterable[Comm | Hierarchy]) -> None:
+    """These groups, what they open later, these communicators and the default group are of one model (`depend`)."""
+    of_nodes = _in_nodes(groups)
+    everything = [*(c for g in of_nodes for c in g.comms()), *(c.node for c in (*comms, *_default_comms()))]
+    depend(everything)
+    for group in of_nodes:
+        group.belong(everything)
+
+
+def end_with(
+    groups: Iterable[Group], comms: Iterable[Comm | Hierarchy], error: BaseException, reason: str
+) -> BaseException:
+    """Breaks these groups, these communicators and the default group, so that nobody waits for a rank that does not
+    come any more: with `error` as it is, if that came from a group, so that all are told what happened and not who was
+    told first; else with an AbortedError of `reason`. Returns `error`, or what another node knows of its cause."""
+    groups = list(groups)
+    if isinstance(error, CommError):
+        for group in groups:
+            if isinstance(group, MultiNodeGroup) and isinstance(told := group.link.fail(error), CommError):
+                error = told
+    else:
+        for group in groups:
+            if isinstance(group, MultiNodeGroup):
+                group.link.abort(reason)
+    for comm in (*comms, *_default_comms(), *(c for g in _in_nodes(groups) for c in g.comms())):
+        if isinstance(error, CommError):
+            comm.fail(error)
+        else:
             comm.abort(reason)
+    break_messages(dist.group.WORLD)
+    return error
+
+
+def lost(group: Group, rank: int, doing: str, error: RuntimeError) -> BaseException:
+    """What to raise for a message with `rank` of `group` that torch's backend carried and ended with `error`."""
+    if isinstance(group, MultiNodeGroup):
+        return group.link.lost(rank, doing, str(error))
+    if isinstance(group, NodeGroup):
+        try:
+            group.comm.waits(rank, f"in {doing}")
+        except CommError as found:
+            return found
+    said = str(error)
+    return meaning(said)(f"rank {group.rank} was in {doing}: rank {rank} died, left or broke off ({shortened(said)})")
 
 
 def own_store(label: str, ranks: Sequence[int] | None = None) -> tuple[str, dist.Store]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.lib import C, CommConfig, call, check
+from ..core.lib import C, CommConfig, call, check, status_of, without_place
 from ..core.memory import tensor_at
 from ..core.ops import CODES
 from ..core.telemetry.caller import Caller, caller_line
-from ..errors import ArgumentError, RankDiedError, UnsupportedError
+from ..errors import ArgumentError, CommError, RankDiedError, UnsupportedError
 from .place import Places, await_keys, discover, ended
 
 if TYPE_CHECKING:
@@ -199,6 +199,15 @@ class Comm:
         wait for each other in different ones get MismatchError (dc_comm_relate)."""
         call("dc_comm_relate", self.handle, to.handle)
 
+    def depend(self, on: Comm) -> None:
+        """This and `on` are groups of one model: a wait here also ends with the error that breaks `on`, or soon after a
+        rank of it has died (dc_comm_depend). Of a closed one: nothing."""
+        with self._alive:
+            mine = self._handle
+        with on._alive:
+            if mine and on._handle:
+                call("dc_comm_depend", mine, on._handle)
+
     def waits(self, rank: int, what: str) -> None:
         """For who waits for group rank `rank` elsewhere, again and again meanwhile: RankDiedError if its process has
         ended, MismatchError if it waits for this rank here (dc_comm_waits), or the error that broke this communicator.
@@ -208,6 +217,11 @@ class Comm:
                 check(C.dc_comm_waits(self.handle, rank, what.encode()))
             finally:
                 self.lock.release()
+
+    @property
+    def node(self) -> Comm:
+        """What it has in this node, as of a Hierarchy."""
+        return self
 
     @property
     def is_sound(self) -> bool:
@@ -385,6 +399,13 @@ class Comm:
         with self._alive:  # who gets the error may close at once
             if self._handle:
                 check(C.dc_comm_abort(self._handle, reason.encode(errors="replace")))
+
+    def fail(self, error: CommError) -> None:
+        """As abort with an error of another group, which all ranks get as it is (dc_comm_fail)."""
+        with self._alive:
+            if self._handle:
+                text = without_place(str(error)).encode(errors="replace")
+                check(C.dc_comm_fail(self._handle, status_of(type(error)), text))
 
     def error(self) -> str:
         """ "" or what broke the communicator."""

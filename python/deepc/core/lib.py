@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int16, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -537,6 +538,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_comm_abort": (c_int, c_void_p, c_char_p),
     "dc_comm_waits": (c_int, c_void_p, c_int, c_char_p),
     "dc_comm_relate": (c_int, c_void_p, c_void_p),
+    "dc_comm_depend": (c_int, c_void_p, c_void_p),
+    "dc_comm_fail": (c_int, c_void_p, c_int, c_char_p),
     "dc_comm_rank": (c_int, c_void_p),
     "dc_comm_size": (c_int, c_void_p),
     "dc_comm_set_caller": (c_int, c_void_p, c_char_p),
@@ -746,6 +749,25 @@ def check(status: int) -> None:
     if status:
         name = C.dc_status_name(status).decode()
         raise _EXCEPTIONS.get(name, errors.DeepcError)(C.dc_last_error().decode(errors="replace"))
+
+
+def _statuses() -> dict[str, int]:
+    out: dict[str, int] = {}
+    name, value = c_char_p(), c_int()
+    while C.dc_status_at(len(out), ctypes.byref(name), ctypes.byref(value)) == 0:
+        out[(name.value or b"").decode()] = value.value
+    return out
+
+
+def status_of(kind: type[errors.DeepcError]) -> int:
+    """The status that `check` raises `kind` for, or that of the next base which has one."""
+    name = next((n for of in kind.__mro__ for n, e in _EXCEPTIONS.items() if e is of), "E_STATE")
+    return _statuses()[name]
+
+
+def without_place(text: str) -> str:
+    """An error's text without the places of the C core that it was recorded at."""
+    return re.sub(r"( \(\w+\.c:\d+, \w+\))+$", "", text)
 
 
 def call(name: str, *args: Any) -> None:

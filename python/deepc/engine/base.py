@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..comm.groups import abort
+from ..comm.groups import end_with
 from ..core import memory
 from ..core.foreign import private
 from ..errors import MisuseError
@@ -279,11 +279,11 @@ class EngineBase(ModelWrapper):
         at = self.mesh.coordinates(self.everyone.rank)
         return (at.tp == 0 or id(p) in self.cuts) and (at.ep == 0 or id(p) in self.spread)
 
-    def break_groups(self, reason: str) -> None:
-        """Ranks that wait for this one get an AbortedError at once; the engine must be made again."""
-        for comm in opened_comms(self.mesh):
-            comm.abort(reason)
-        abort([self.group, self.everyone], reason)
+    def break_groups(self, what: str, error: BaseException) -> BaseException:
+        """Ranks that wait for this one get an error at once: `error` if that came from a group, else an AbortedError of
+        what this rank broke off. Returns what to raise. The engine must be made again."""
+        reason = f"{what}: {type(error).__name__}: {error}"
+        return end_with([self.everyone, self.group], opened_comms(self.mesh), error, reason)
 
     def step_is_whole(self) -> None:
         """A step that was broken off is finished, or undone by a checkpoint."""

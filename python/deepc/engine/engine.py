@@ -16,7 +16,16 @@ import torch
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
-from ..errors import AbortedError, ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
+from ..errors import (
+    AbortedError,
+    ArgumentError,
+    CommError,
+    DamagedError,
+    DeepcError,
+    DiskError,
+    DiskFullError,
+    UnsupportedError,
+)
 from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures
 from . import assembly
@@ -63,7 +72,12 @@ class Engine(EngineBase):
             inputs, kwargs = self.curriculum.forward(self.global_steps + 1, inputs, kwargs)
         self.events.begin("forward", (inputs, kwargs))
         try:
-            with self._disk_is_told(), self.activations.around(), self.recomputation.around((inputs, kwargs)):
+            with (
+                self._death_is_told(),
+                self._disk_is_told(),
+                self.activations.around(),
+                self.recomputation.around((inputs, kwargs)),
+            ):
                 out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():
                 self.hooks.watch(out)
@@ -92,12 +106,13 @@ class Engine(EngineBase):
         try:
             whole, out = self.step_policy.losses(loss, scale_wrt_gas)
             scaled = whole.float() * self.scaler.loss_scale if self.scaler is not None else whole
-            if self.hooks.synchronising:
-                self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
-            else:
-                scaled.backward(retain_graph=retain_graph)
-            told = out.detach()
-            self.step_policy.after_backward(told)
+            with self._death_is_told():
+                if self.hooks.synchronising:
+                    self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
+                else:
+                    scaled.backward(retain_graph=retain_graph)
+                told = out.detach()
+                self.step_policy.after_backward(told)
         finally:
             self.events.end("backward", told)
         return told
@@ -146,7 +161,20 @@ class Engine(EngineBase):
             yield
         except (DiskError, AbortedError) as exc:
             if self._passes_together:
-                self.break_groups(f"rank {self.everyone.rank} broke off a pass: {type(exc).__name__}: {exc}")
+                self.break_groups(f"rank {self.everyone.rank} broke off a pass", exc)
+            raise
+
+    @contextlib.contextmanager
+    def _death_is_told(self) -> Iterator[None]:
+        """Along the axes of a mesh most ranks wait for others than the one that has died, or has called something else:
+        who has been told tells all that wait for it."""
+        try:
+            yield
+        except CommError as exc:
+            if self.parts is not None:
+                told = self.break_groups(f"rank {self.everyone.rank} broke off a step", exc)
+                if told is not exc:
+                    raise told from exc
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -165,15 +193,16 @@ class Engine(EngineBase):
         result = None
         self.events.begin("step")
         try:
-            if self.broken_step:
-                result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
-                return result
-            self.hooks.check()
-            self.step_policy.before_step()
-            if not self.is_gradient_accumulation_boundary():
-                self._end_micro_step()
-                return StepResult(False, "accumulating")
-            result = self._step(lr_kwargs or {})
+            with self._death_is_told():
+                if self.broken_step:
+                    result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
+                    return result
+                self.hooks.check()
+                self.step_policy.before_step()
+                if not self.is_gradient_accumulation_boundary():
+                    self._end_micro_step()
+                    return StepResult(False, "accumulating")
+                result = self._step(lr_kwargs or {})
         finally:
             self.events.end("step", result)
         return result

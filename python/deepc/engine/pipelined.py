@@ -8,14 +8,17 @@ one trainer (part.Tie)."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.groups import lost
 from ..core.ops import torch_dtype
-from ..errors import ArgumentError, CommError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
+from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
+from ..parallel.pipeline.hops import Hops
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..zero.parameters.param import version_of
@@ -48,7 +51,9 @@ class PipelineEngine(Engine):
         super().__init__(model, config, watchers=watchers, **given)
         place = self.mesh.coordinates(self.everyone.rank)
         self.stage_id, self.num_stages = place.pp, self.mesh.pp
-        self._stages = Stages(self.part, self.mesh.group("pp", self.everyone.rank), place.pp)
+        column = self.mesh.group("pp", self.everyone.rank)
+        hops = Hops(column, functools.partial(lost, self.everyone))
+        self._stages = Stages(self.part, column, place.pp, hops)
         self._indices = {id(p): i for i, p in enumerate(self.state.trained)}
         self._endless: Iterator[Any] | None = None
         self._outputs: list[Any] | None = None  # of the last layer, where an evaluation wants them beside the loss
@@ -114,6 +119,10 @@ class PipelineEngine(Engine):
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         self.require_alive("train_batch")
+        with self._death_is_told():
+            return self._trained(data_iter)
+
+    def _trained(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
         self._begun += 1
         if self.curriculum.scheduler is not None:
@@ -186,7 +195,8 @@ class PipelineEngine(Engine):
         return_logits=True: what the last layer returned instead, or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
-        batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
+        with self._death_is_told():
+            batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
         training = self.module.training
         self.module.eval()
         self._wants_loss = compute_loss
@@ -203,7 +213,8 @@ class PipelineEngine(Engine):
         if reduce_output is None:
             loss: Any = losses if self.is_last_stage() else None
         else:
-            loss = self._mean(losses)
+            with self._death_is_told():
+                loss = self._mean(losses)
             if not bcast_loss and not self.is_last_stage():
                 loss = None
         return (loss, outputs if self.is_last_stage() else None) if return_logits else loss
@@ -253,13 +264,11 @@ class PipelineEngine(Engine):
         try:
             yield
         except BaseException as exc:
-            if not isinstance(exc, CommError) or self.plan.sharded or self._passes_together:  # else they have it
-                reason = (
-                    f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
-                    f" {type(exc).__name__}: {exc}"
-                )
-                self.break_groups(reason)
-                self.state.fail(exc)
+            rank, stage = self.everyone.rank, self.stage_id
+            told = self.break_groups(f"rank {rank}, in stage {stage} of a pipeline, broke off a batch", exc)
+            self.state.fail(told)
+            if told is not exc:
+                raise told from exc
             raise
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:

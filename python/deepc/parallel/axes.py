@@ -15,6 +15,7 @@ from ..plan.mesh import Mesh
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ..comm.internode.hierarchy import Hierarchy
     from ..comm.shared import Comm
 
 T = TypeVar("T")
@@ -45,12 +46,12 @@ def axis_process_group(mesh: Mesh, axis: str, backend: str = "deepc") -> Any:
     return made[key]
 
 
-def opened_comms(mesh: Mesh) -> list[Comm]:
+def opened_comms(mesh: Mesh) -> list[Comm | Hierarchy]:
     """Of this rank's groups along the axes of the mesh that exist by now: what breaks if a rank gives up."""
     made = _opened.get(dist.group.WORLD, {})
     shared = (axis for axis in ("tp", "sp", "ep") if getattr(mesh, axis) > 1)
     groups = (made.get((axis, mesh.groups(axis))) for axis in shared)
-    return [comm for g in groups if (comm := getattr(g, "live_comm", None)) is not None]
+    return [comm for g in groups if (comm := getattr(g, "open_comm", None)) is not None]
 
 
 class AxisGroup:

@@ -216,6 +216,16 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         return self._quick
 
     @property
+    def open_comm(self) -> Any:
+        """The communicator, a shared.Comm or Hierarchy, whatever is in progress; None after the end."""
+        return self._comm
+
+    @property
+    def messages_of_gloo(self) -> Any:
+        """Gloo's group beneath, if that carries this one's messages."""
+        return None if self._quick is not None or self.closed else self._get_backend(torch.device("cpu"))
+
+    @property
     def node_comm(self) -> shared.Comm | None:
         """The communicator of a group whose ranks are all on one node, with nothing of it in progress; else None."""
         if self._progress is not None:

@@ -41,7 +41,7 @@ import torch
 
 from ...core import env
 from ...core.telemetry.caller import caller_line
-from ...errors import ArgumentError, MismatchError
+from ...errors import ArgumentError, CommError, MismatchError
 from .. import shared
 from ..place import Places, Topology, discover
 from .call import Call, Reduction
@@ -258,6 +258,10 @@ class Hierarchy(Executor):
     def abort(self, reason: str) -> None:
         """Breaks the group on every rank; may be called from any thread."""
         self.link.abort(reason)
+
+    def fail(self, error: CommError) -> None:
+        """As abort with an error of another group, which all ranks get as it is."""
+        self.link.fail(error)
 
     def error(self) -> str:
         """ "" or what broke the group."""

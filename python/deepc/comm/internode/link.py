@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.lib import without_place
 from ...errors import (
     AbortedError,
     ArgumentError,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..shared import Comm
-
-_PLACE = re.compile(r"( \(\w+\.c:\d+, \w+\))+$")  # of the C core's errors
 
 
 class WireError(Exception):
@@ -173,7 +172,7 @@ class Link:
         elif isinstance(exc, AbortedError):
             found = _passed_on(str(exc))
         if found is None and isinstance(exc, (CommError, OutOfMemoryError)):
-            found = (type(exc), _PLACE.sub("", str(exc)))
+            found = (type(exc), without_place(str(exc)))
         ours = found is not None
         if found is None:
             text = f"group {self.label}: {self.who[self._rank]} left a collective with {type(exc).__name__}: {exc}"
@@ -183,7 +182,10 @@ class Link:
         self._broken = found
         for comm in self._inside():
             with contextlib.suppress(DeepcError):  # closed
-                comm.abort(f"[{found[0].__name__}] {found[1]}")
+                if issubclass(found[0], CommError):
+                    comm.fail(found[0](found[1]))
+                else:
+                    comm.abort(f"[{found[0].__name__}] {found[1]}")
         if self._wire is not None:
             self._wire.abort()
         return found[0](found[1]) if ours else exc
@@ -218,6 +220,19 @@ class Link:
             )
         return kind, f"group {self.label}: the connection to {peer} failed {doing}: {shortened(exc.said)}"
 
+    def lost(self, rank: int, doing: str, said: str) -> DeepcError:
+        """What to raise for a message with `rank`, that torch's backend carried and ended with `said`: what this node
+        knows, what somebody wrote to the store, what the backend said."""
+        found = self._node_failure()
+        if found is None and is_closed(said):
+            found = self._record.read(GRACE_S)
+        if found is not None:
+            return found[0](found[1])
+        kind, where = meaning(said), f"{self.who[self._rank]} was in {doing} ({shortened(said)})"
+        if kind is RankDiedError:
+            return kind(f"group {self.label}: {self.who[rank]} died or left: its connection closed while {where}")
+        return kind(f"group {self.label}: a message with {self.who[rank]} failed while {where}")
+
     def _node_failure(self) -> Reason | None:
         """What broke the node's communicators, if one is broken."""
         for comm in self._inside():
@@ -230,7 +245,7 @@ class Link:
             try:
                 comm.barrier()  # raises what broke it
             except CommError as broken:
-                return type(broken), _PLACE.sub("", str(broken))
+                return type(broken), without_place(str(broken))
         return None
 
     def look(self) -> None:
@@ -265,7 +280,7 @@ class Link:
 def _passed_on(text: str) -> Reason | None:
     """The error of another rank of the node, from the reason that it aborted the node's communicators with."""
     found = re.search(r"\[(\w+Error)\] (.*)", text, re.DOTALL)
-    return failures.reason(found[1], _PLACE.sub("", found[2])) if found else None
+    return failures.reason(found[1], without_place(found[2])) if found else None
 
 
 # ---- who looks after ranks that wait for the wire --------------------------------------------------------------------

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm import start as comm
-from ...comm.groups import open_group
+from ...comm.groups import make_one, open_group
 from ...config.tree import Config, stages_asked
 from ...errors import ArgumentError, ConfigError, DeepcError, UnsupportedError
 from ...optim.rules import LAMB, ONEBIT
+from ...parallel.axes import opened_comms
 from ...parallel.expert.group import expert_group, mesh_with_experts
 from ...parallel.expert.spread import (
     SharedGradients,
@@ -156,6 +157,7 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
             stages = part is not None and mesh.tp * mesh.sp * mesh.ep == 1
             engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks, uneven_parts=stages)
             undo.callback(engine.group.close)
+    make_one([engine.group, engine.everyone], opened_comms(mesh))
     engine.averaging = engine.group
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
     engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))

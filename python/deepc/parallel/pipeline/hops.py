@@ -6,15 +6,16 @@ once. The default group of torch.distributed carries them: within a node the rec
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...core.telemetry import waits
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, UnsupportedError
 
 _DTYPES = (
     torch.float32,
@@ -35,11 +36,14 @@ _LONE = -1  # a tensor that is in no tuple
 
 class Hops:
     """ranks: the pipeline's, first stage first, in the default group. Tags tell messages between the same two ranks
-    apart; those of one tag come in the order in which they were sent."""
+    apart; those of one tag come in the order in which they were sent. lost: the error of a message with a rank of the
+    default group that another backend than ours carried, of what it was and what the backend said."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._under_way: list[Any] = []
+    def __init__(
+        self, ranks: Sequence[int], lost: Callable[[int, str, RuntimeError], BaseException] | None = None
+    ) -> None:
+        self._ranks, self._lost = ranks, lost
+        self._under_way: list[tuple[Any, int]] = []  # and to whom
         self.sent_bytes = 0
 
     def send(self, value: Any, to: int, tag: int) -> None:
@@ -76,20 +80,35 @@ class Hops:
         """Returns when all that was sent has left."""
         under_way, self._under_way = self._under_way, []
         began = time.perf_counter()
-        for work in under_way:
-            work.wait()
+        for work, to in under_way:
+            with self._named(to, "to"):
+                work.wait()
         waits.add("communication", time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _named(self, peer: int, way: str) -> Iterator[None]:
+        """Around a message: an error tells whose it was."""
+        try:
+            yield
+        except DeepcError:
+            raise
+        except RuntimeError as exc:
+            if self._lost is None:
+                raise
+            raise self._lost(self._ranks[peer], f"a message {way} stage {peer} of a pipeline", exc) from exc
 
     def _start(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if tensor.numel():
             self.sent_bytes += tensor.numel() * tensor.element_size()
-            self._under_way = [w for w in self._under_way if not w.is_completed()]
-            self._under_way.append(dist.isend(tensor.contiguous(), self._ranks[to], tag=tag))
+            self._under_way = [(w, rank) for w, rank in self._under_way if not w.is_completed()]
+            with self._named(to, "to"):
+                self._under_way.append((dist.isend(tensor.contiguous(), self._ranks[to], tag=tag), to))
 
     def _take(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         if tensor.numel():
             began = time.perf_counter()
-            dist.recv(tensor, self._ranks[source], tag=tag)
+            with self._named(source, "from"):
+                dist.recv(tensor, self._ranks[source], tag=tag)
             waits.add("communication", time.perf_counter() - began)
         return tensor
 
