@@ -70,6 +70,7 @@ class PipelineEngine(Engine):
         ties = [(i, tie.parameter, tie) for i, tie in enumerate(self.part.ties) if tie.parameter is not None]
         self._lent = [(i, p, tie.holders) for i, p, tie in ties if tie.owner == self.stage_id]
         self._copies = [(i, p, tie.owner) for i, p, tie in ties if self.stage_id in tie.holders]
+        self._trained_ties = self._find_trained_ties()
         self._copied: dict[int, torch.Tensor] = {}  # number of a tie -> the sum of its copy's gradients
         self._watch_copies()
         self._spread_ties()
@@ -363,25 +364,57 @@ class PipelineEngine(Engine):
         self.hooks.bring_product(index, a, b)
 
     # ---- parameters of several stages --------------------------------------------------------------------------------
+    def _find_trained_ties(self) -> frozenset[int]:
+        """Numbers of the ties that are trained. Of the others (frozen, or without an optimizer) there is no gradient
+        that a copy could send. Ranks must agree on what is frozen, else one would wait. Collective."""
+        trained, wants, frozen = 1, 2, 4
+        mine = []
+        for tie in self.part.ties:
+            p = tie.parameter
+            said = 0 if p is None else wants if p.requires_grad else frozen
+            mine.append(said | (trained if tie.owner == self.stage_id and id(p) in self._indices else 0))
+        if not mine:
+            return frozenset()
+        rows = self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64))
+        for tie, column in zip(self.part.ties, rows.T.tolist()):
+            stages = [
+                [self.mesh.coordinates(r).pp for r, said in enumerate(column) if said & k] for k in (wants, frozen)
+            ]
+            if all(stages):
+                self.destroy()
+                raise ArgumentError(
+                    f"the tied parameter '{tie.name}' requires a gradient in stage {stages[0][0]} and none in stage"
+                    f" {stages[1][0]}; they are one parameter: call requires_grad_ on all stages, or in the layer's"
+                    " constructor"
+                )
+        return frozenset(i for i, column in enumerate(rows.T.tolist()) if any(said & trained for said in column))
+
     def _watch_copies(self) -> None:
         for i, copy, _ in self._copies:
+            if not copy.requires_grad:
+                continue
 
             def add(p: torch.Tensor, i: int = i) -> None:
                 assert p.grad is not None
                 grad, p.grad = p.grad.to(torch_dtype(self.plan.accumulator)), None
-                self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
+                if i in self._trained_ties:
+                    self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
 
             self._undo.callback(copy.register_post_accumulate_grad_hook(add).remove)
 
     def _send_copied(self) -> None:
         """The gradients of copies go to their trainer."""
         for i, copy, owner in self._copies:
+            if i not in self._trained_ties:
+                continue
             none = torch.zeros(copy.shape, dtype=torch_dtype(self.plan.accumulator))
             self._stages.send_tie(i, self._copied.pop(i, none), owner)
 
     def _take_copied(self) -> None:
         """A trainer takes the gradients of the copies."""
         for i, p, holders in self._lent:
+            if i not in self._trained_ties:
+                continue
             like = torch.empty(p.shape, dtype=torch_dtype(self.plan.accumulator))
             for holder in holders:
                 self.hooks.bring(self._indices[id(p)], self._stages.receive_tie(i, like, holder))
@@ -453,6 +486,13 @@ class PipelineEngine(Engine):
         if self.broken_step:
             return super().step(lr_kwargs)
         raise UnsupportedError(_ONLY)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        raise UnsupportedError(
+            f"engine.set_gradient_accumulation_boundary({is_boundary}) of a pipeline: train_batch knows its boundary,"
+            " which is behind the last of its gradient_accumulation_steps micro-batches; set that key of the"
+            " configuration for another number of them"
+        )
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(state_dict, strict)
