@@ -4,9 +4,12 @@ of weights alone, averages, writes under GatheredParameters, counts of tokens.""
 from __future__ import annotations
 
 import pytest
+import test_moe_axes as moe
 import torch
 import torch.nn.functional as F
 from deepc.errors import ArgumentError, UnsupportedError
+from deepc.plan.mesh import Mesh
+from plainly import batch_loss
 from ranks import run_quietly
 from torch import nn
 
@@ -147,3 +150,167 @@ def _sets_the_boundary(rank, world):
 def test_a_pipeline_owns_the_boundary_of_its_batches():
     first, second = run_quietly(_sets_the_boundary, 2)
     assert first == second
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def _saves(rank, world, stages, folder, trains):
+    engine, data = pipeline(world, stages, trains, {"scheduler": WARMUP})
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="a")
+    weights = engine.module_state_dict()
+    engine.destroy()
+    return weights
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2, "warmup_type": "linear"}}
+
+
+def _loads(rank, world, stages, folder, stage, trains, how):
+    """(weights after loading, its states' steps, lr, losses from then on, weights at the end)"""
+    config = {"zero_optimization": {"stage": stage}, "scheduler": WARMUP}
+    engine, data = pipeline(world, stages, trains, config)
+    float(engine.train_batch(data))  # states that loading leaves, or doesn't
+    path, _ = engine.load_checkpoint(folder, tag="a", **how)
+    assert path is not None
+    weights, lr = engine.module_state_dict(), engine.get_lr()
+    evaluated = float(engine.eval_batch(data))
+    losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
+    out = weights, lr, engine.global_steps, evaluated, losses, engine.module_state_dict()
+    engine.destroy()
+    return out
+
+
+HOW = [{}, {"load_module_only": True}, {"load_optimizer_states": False}]
+
+
+@pytest.mark.parametrize(
+    ("trains", "how"),
+    [(False, HOW[1]), *(pytest.param(t, h, marks=pytest.mark.full) for t in (True, False) for h in HOW)],
+)
+def test_weights_of_another_layout_load_into_a_pipeline(trains, how, tmp_path):
+    """All of it, weights alone, or all but the optimizer's states."""
+    folder = str(tmp_path)
+    saved = run_quietly(_saves, 1, 1, folder, trains)[0]
+    (weights, *progress, evaluated, losses, last), *_ = run_quietly(_loads, 1, 1, folder, 0, trains, how)
+    same(weights, saved, 0)
+    for found in run_quietly(_loads, 4, 2, folder, 3, trains, how):
+        same(found[0], saved, 0)
+        assert list(found[1:3]) == progress
+        assert [found[3], *found[4]] == pytest.approx([evaluated, *losses], rel=1e-5)
+        same(found[5], last, 1e-4)
+
+
+def _takes_weights(rank, world):
+    engine, data = pipeline(world, world)
+    given = {n: t + 1 for n, t in engine.module_state_dict().items()}
+    engine.load_module_state_dict(given)
+    found = engine.module_state_dict()
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"9\.up\.weight\""):
+        engine.load_module_state_dict({**given, "9.up.weight": torch.zeros(1)})
+    loss = float(engine.eval_batch(data))
+    engine.destroy()
+    assert all(torch.equal(found[n], t) for n, t in given.items())
+    return loss
+
+
+def test_the_weights_of_the_whole_model_load_into_its_stages():
+    (want,) = run_quietly(_takes_weights, 1)
+    assert run_quietly(_takes_weights, 2) == pytest.approx([want, want], rel=1e-6)
+
+
+# ---- every axis: the model of test_moe_axes.py -----------------------------------------------------------------------
+def spread(rank, sizes, stage, **more):
+    """(engine, a function that trains one batch)"""
+    import deepc
+    from deepc.parallel.sequence import sequence_group
+
+    mesh = Mesh.of(sizes)
+    group = sequence_group(mesh.sp, tensor=mesh.tp) if mesh.sp > 1 else None
+    at = mesh.coordinates(rank)
+    draws = moe.samples(at.dp, mesh.dp)
+    data = (tuple(t.chunk(mesh.sp, 1)[at.sp] for t in pair) for pair in draws)
+    specs = {"partition_config": {"use_default_specs": False, "layer_specs": moe.RULES + moe.CUT_EXPERTS}}
+    micro = moe.MICRO // mesh.dp
+    engine, *_ = deepc.initialize(
+        model=moe.model_of(rank, mesh, moe.ALL_PLACES, group),
+        sample_batch=next(data) if mesh.pp > 1 else None,
+        config={
+            "train_micro_batch_size_per_gpu": moe.SAMPLES,
+            "gradient_accumulation_steps": micro,
+            "sequence_parallel_size": mesh.sp,
+            "zero_optimization": {"stage": stage},
+            "optimizer": SGD,
+            **({"tensor_parallel": {"autotp_size": mesh.tp, **specs}} if mesh.tp > 1 else {}),
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **more,
+        },
+    )
+    return engine, lambda: batch_loss(engine, micro, lambda: engine(*next(data)), data, engine.everyone)
+
+
+def whole(engine):
+    return {n: t.detach().float().clone() for n, t in engine.module_state_dict().items()}
+
+
+# ---- averages --------------------------------------------------------------------------------------------------------
+def _averages(rank, world, sizes, stage, folder):
+    import deepc
+
+    engine, train = spread(rank, sizes, stage)
+    average = deepc.EMA(engine, 0.5)
+    want = whole(engine)
+    for _ in range(STEPS):
+        train()
+        assert average.update()
+        want = {n: t.lerp(now, 0.5) for (n, t), now in zip(want.items(), whole(engine).values())}
+    same(found := average.state_dict(), want)
+    live = whole(engine)
+    with average.applied():
+        same(whole(engine), want)
+    same(whole(engine), live, 0)
+    engine.save_checkpoint(folder, tag="a")
+    if engine.part is not None:
+        with pytest.raises(UnsupportedError, match=r"as_module=True\) of a pipeline .*eval_batch"):
+            deepc.EMA(engine, 0.5, as_module=True, label="other")
+    else:
+        with torch.no_grad():
+            module = deepc.EMA(engine, 0.0, as_module=True, label="other").module
+            x, y = next(moe.samples())
+            at = engine.mesh.coordinates(rank)
+            x, y = (t.chunk(engine.mesh.sp, 1)[at.sp] for t in (x, y))
+            assert torch.equal(module(x, y), engine(x, y))
+    engine.destroy()
+    return found
+
+
+def _averages_again(rank, world, sizes, stage, folder):
+    import deepc
+
+    engine, train = spread(rank, sizes, stage)
+    average = deepc.EMA(engine, 0.5)
+    engine.load_checkpoint(folder, tag="a")
+    found = average.state_dict()
+    assert average.updates == STEPS
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage"),
+    [
+        ({"pp": 2, "dp": 2, "ep": 2}, 0),
+        ({"dp": 2, "tp": 2}, 3),
+        *(pytest.param({"dp": 2, "ep": 2, **s}, 1, marks=pytest.mark.full) for s in ({}, {"tp": 2}, {"sp": 2})),
+    ],
+    ids=str,
+)
+def test_an_average_is_of_the_whole_model(sizes, stage, tmp_path):
+    """All ranks have the averages of all stages, shards and experts, and another layout goes on with them."""
+    ranks = run_quietly(_averages, size_of(sizes), sizes, stage, str(tmp_path))
+    for found in (*ranks[1:], *run_quietly(_averages_again, 1, {}, 0, str(tmp_path))):
+        same(found, ranks[0], 0)
+
+
+def size_of(sizes):
+    return Mesh.of({"dp": 1, **sizes}).size

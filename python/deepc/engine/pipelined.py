@@ -25,6 +25,7 @@ from ..zero.parameters.param import version_of
 from ..zero.tiers.agree import together
 from .base import StepResult, say
 from .engine import Engine
+from .states.stages import without_other_stages
 
 if TYPE_CHECKING:
     from ..config.tree import Config
@@ -495,7 +496,7 @@ class PipelineEngine(Engine):
         )
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(state_dict, strict)
+        super().load_module_state_dict(without_other_stages(self, state_dict), strict)
         self._spread_ties()
 
 

@@ -180,10 +180,14 @@ class _Access:
         )
 
     # ---- pieces <-> tensors ------------------------------------------------------------------------------------------
-    @torch.no_grad()
     def _whole(self, pieces: _Pieces) -> torch.Tensor:
         """The owners' pieces on every rank. [shape] fp32 on the engine's device. No rank holds more than this one
         tensor."""
+        return self.joined(self.here(pieces))
+
+    @torch.no_grad()
+    def here(self, pieces: _Pieces) -> torch.Tensor:
+        """The same of the shard that this rank has of the parameter, which is the whole where nothing is cut."""
         engine = self.engine
         out = torch.empty(self.param.numel(), dtype=torch.float32, device=engine.device)
         alone = engine.plan.own_all or engine.world_size == 1
@@ -198,7 +202,7 @@ class _Access:
             if not alone:
                 engine.group.broadcast(part, rank)
         self._together(failure)
-        return self.joined(out.view(self.param.shape))
+        return out.view(self.param.shape)
 
     def joined(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole parameter (or a tensor of its shape) of this rank's shard of it, which is the whole where nothing
@@ -450,14 +454,8 @@ def module_state_dict(
     the stages of a pipeline: copies). keeps: this rank wants it; else the result is empty. Collective."""
     engine.group.barrier()  # other ranks' updates are complete
     own = _own_state_dict(engine)
-    if engine.part is not None:
-        return of_all_stages(engine, own, exclude_frozen_parameters, keeps)
-    out = own
-    if engine.cuts:
-        out.update(whole_state_dict(engine.module, out, tensor_group(engine.mesh)))
-    if engine.spread:
-        out = gather_experts(out, engine.module)
-    if exclude_frozen_parameters:
+    out = of_all_ranks(engine, own, exclude_frozen_parameters, keeps)
+    if engine.part is None and exclude_frozen_parameters:
         frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
         names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
         if engine.spread:
@@ -465,6 +463,19 @@ def module_state_dict(
         for name in names:
             out.pop(name, None)
     return out
+
+
+def of_all_ranks(
+    engine: EngineBase, own: dict[str, torch.Tensor], exclude_frozen_parameters: bool = False, keeps: bool = True
+) -> dict[str, torch.Tensor]:
+    """own: tensors of the shapes of the module's, which this rank has of them, by their names -> the whole model's: of
+    all stages, all shards and all experts. exclude_frozen_parameters is without effect where there are no stages.
+    Collective."""
+    if engine.part is not None:
+        return of_all_stages(engine, own, exclude_frozen_parameters, keeps)
+    if engine.cuts:
+        own.update(whole_state_dict(engine.module, own, tensor_group(engine.mesh)))
+    return gather_experts(own, engine.module) if engine.spread else own
 
 
 def _own_state_dict(engine: EngineBase) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedErr
 from ...plan.layout import Segment
 from ...zero.parameters.param import share
 from ...zero.tiers.windows import Window
-from .access import _Access
+from .access import _Access, of_all_ranks
 
 if TYPE_CHECKING:
     from ...comm.groups import MemoryGroup
@@ -112,18 +112,25 @@ class EMA:
         self._publish()
 
     def value(self, p: torch.Tensor) -> torch.Tensor:
-        """The average of parameter `p` of the engine's model: whole, fp32, of its shape, a copy on every rank.
-        Collective."""
+        """The average of parameter `p` of the engine's model: whole, fp32, of its shape, a copy on every rank that has
+        it (in a pipeline those of a stage). Collective over them."""
         self._outside("value()")
         return _Access(self.engine, p)._whole(lambda s: Window(self.piece(s)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages of all trained parameters by name, whole, fp32, on every rank. Collective."""
-        return {
-            n: self.value(p)
-            for n, p in self.engine.module.named_parameters()
-            if any(p is q for q in self.engine.state.trained)
+        """The averages of all trained parameters by name, whole, fp32, on every rank: those of all stages of a pipeline
+        and of all ranks' experts, under the names that a checkpoint has. Collective."""
+        self._outside("state_dict()")
+        engine = self.engine
+        trained = {id(p) for p in engine.state.trained}
+        own = {
+            n: _Access(engine, p).here(lambda s: Window(self.piece(s)))
+            for n, p in engine.module.named_parameters()
+            if id(p) in trained
         }
+        whole = of_all_ranks(engine, own)
+        ties = engine.ties()
+        return {n: t for n, t in whole.items() if n not in ties}
 
     def piece(self, s: Segment) -> torch.Tensor:
         """[s.length] fp32: the average of this rank's segment `s`. A view."""
@@ -221,6 +228,11 @@ class EMA:
 
     def _make_flat(self) -> None:
         engine, plan = self.engine, self.engine.plan
+        if engine.part is not None:
+            raise UnsupportedError(
+                "EMA(as_module=True) of a pipeline does not exist: its model would be a stage, which only the engine"
+                " runs; make it without and call engine.eval_batch in `with ema.applied():`"
+            )
         if plan.mode == "streamed":
             raise UnsupportedError(
                 "EMA(as_module=True) where ZeRO-3 streams its parameters does not exist; make it without and compute "

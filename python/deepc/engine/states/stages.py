@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...parallel.expert.spread import gather_experts
+from ...parallel.expert.spread import gather_experts, name_among_all
 from ...parallel.tensor.group import tensor_group, whole_state_dict
 
 if TYPE_CHECKING:
@@ -47,6 +47,16 @@ def of_all_stages(
             whole[name] = whole[stored]
     known = [n for n in own if n in whole]  # a model that is cut where it stands knows its order
     return {**{n: whole[n] for n in known}, **whole} if keeps else {}
+
+
+def without_other_stages(engine: EngineBase, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict of the whole model -> without what other ranks alone have. What nobody has stays in it, for
+    load_state_dict to refuse. Collective."""
+    module = engine.module
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    mine = {name_among_all(n, module): t for n, t in named}
+    others = {t.name for told in _told(engine, mine) for t in told} - mine.keys()
+    return {n: t for n, t in state_dict.items() if n not in others}
 
 
 def _own(engine: EngineBase, out: dict[str, torch.Tensor], exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
