@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.plan.mesh import Mesh
 from plainly import batch_loss
-from ranks import run_quietly
+from ranks import RankFailure, run_quietly
 from torch import nn
 
 WIDTH, VOCAB, POSITIONS, MICRO, STEPS = 8, 13, 8, 2, 2
@@ -314,3 +314,158 @@ def test_an_average_is_of_the_whole_model(sizes, stage, tmp_path):
 
 def size_of(sizes):
     return Mesh.of({"dp": 1, **sizes}).size
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+def _writes(rank, world, sizes):
+    """This rank's values of what it has alike with others, before and after rank 0 has written, and after a step."""
+    import deepc
+
+    engine, train = spread(rank, sizes, 3)
+    alike = {
+        n: p for n, p in engine.module.named_parameters() if id(p) not in engine.cuts and id(p) not in engine.spread
+    }
+    before = {n: p.detach().clone() for n, p in alike.items()}
+    with deepc.zero.GatheredParameters(engine.module, modifier_rank=0):
+        if rank == 0:
+            for p in engine.module.parameters():
+                p.data.add_(1)
+    after = {n: p.detach().clone() for n, p in alike.items()}
+    masters = {n: engine.full_fp32_param(p).clone() for n, p in alike.items()}
+    same(masters, after, 0)
+    train()
+    last = {n: p.detach().clone() for n, p in alike.items()}
+    engine.destroy()
+    return before, after, last
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 2, "tp": 2},
+        *(pytest.param({"dp": 2, "ep": 2, **s}, marks=pytest.mark.full) for s in ({"tp": 2}, {"sp": 2})),
+    ],
+    ids=str,
+)
+def test_what_rank_0_writes_is_written_wherever_it_is(sizes):
+    ranks = run_quietly(_writes, size_of(sizes), sizes)
+    assert {"first.weight", "blocks.0.norm1.weight"} <= ranks[0][0].keys()
+    for before, after, last in ranks:
+        same(after, {n: t + 1 for n, t in before.items()}, 0)
+        same(last, ranks[0][2], 0)
+
+
+# ---- ranks that share samples ----------------------------------------------------------------------------------------
+class Tokens(nn.Module):
+    """A loss of tokens, whole or of this rank's positions. seen: what it was given."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.words, self.out = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self._group, self.seen = group, []
+
+    def forward(self, input_ids, labels):
+        from deepc.parallel.sequence import cross_entropy
+
+        self.seen.append(input_ids.clone())
+        logits = self.out(self.down(torch.tanh(self.up(self.words(input_ids)))))
+        return loss_of(logits, labels) if self._group is None else cross_entropy(logits, labels, self._group)
+
+
+CUT = [
+    {"patterns": [r"up$"], "partition_type": "column"},
+    {"patterns": [r"down$"], "partition_type": "row"},
+]
+SAMPLES = torch.randint(0, VOCAB, (8, POSITIONS), generator=torch.Generator().manual_seed(6))
+
+
+def _trains_on_samples(rank, world, sizes, more):
+    """(samples that came, as the model saw them; the average gradients of the first step; the meter's last record)"""
+    import deepc
+    from deepc.parallel.sequence import sequence_group
+
+    mesh = Mesh.of({"dp": 1, **sizes})
+    at = mesh.coordinates(rank)
+    torch.manual_seed(2)
+    model = Tokens(sequence_group(mesh.sp, tensor=mesh.tp) if mesh.sp > 1 else None)
+    specs = {"partition_config": {"use_default_specs": False, "layer_specs": CUT}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2 // mesh.dp,
+        "sequence_parallel_size": mesh.sp,
+        "optimizer": SGD,
+        **({"tensor_parallel": {"autotp_size": mesh.tp, **specs}} if mesh.tp > 1 else {}),
+        **more,
+    }
+    engine, _, loader, _ = deepc.initialize(model=model, config=config, training_data=list(SAMPLES))
+    grads, records = {}, []
+    for ids in loader:
+        mine = ids.chunk(mesh.sp, 1)[at.sp]
+        engine.backward(engine(mine, mine))
+        if engine.is_gradient_accumulation_boundary() and not grads:
+            grads = {n: engine.full_grad(p).clone() for n, p in engine.module.named_parameters()}
+        if engine.step().applied:
+            records.append(engine.monitor.last)
+    engine.destroy()
+    return (at.dp, at.sp, at.tp), model.seen, grads, records
+
+
+def of_samples(sizes, more):
+    return run_quietly(_trains_on_samples, size_of(sizes), sizes, more)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2}, {"sp": 2}, pytest.param({"dp": 2, "sp": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_a_sum_of_gradients_is_over_samples(sizes):
+    """As many times the mean as there are data-parallel ranks, whatever shares their sequences."""
+    ((_, _, want, _),) = of_samples({}, {})
+    for _, _, grads, _ in of_samples(sizes, {"gradient_allreduce_op": "sum"}):
+        same(grads, {n: t * sizes.get("dp", 1) for n, t in want.items()}, 1e-5)
+
+
+def test_ranks_of_a_sequence_get_the_same_samples_where_the_layout_is_deterministic():
+    layout = {"deepc": {"deterministic": "layout"}}
+    ((_, want, _, _),) = of_samples({}, layout)
+    ranks = of_samples({"sp": 2}, layout)
+    assert len(want) == 4
+    for i, ids in enumerate(want):
+        assert torch.equal(torch.cat([seen[i] for _, seen, _, _ in ranks], 1), ids)
+
+
+def test_a_curriculum_by_length_is_of_whole_sequences():
+    schedule = {"total_curriculum_step": 2, "difficulty_step": 2}
+    curriculum = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 4,
+        "max_difficulty": POSITIONS,
+        "schedule_type": "fixed_linear",
+        "schedule_config": schedule,
+    }
+    more = {"curriculum_learning": curriculum, "deepc": {"curriculum": "truncate"}}
+    ((_, want, grads, _),) = of_samples({}, more)
+    ranks = of_samples({"sp": 2}, more)
+    assert {ids.shape[1] for ids in want} == {6, POSITIONS}
+    for i, ids in enumerate(want):
+        assert torch.equal(torch.cat([seen[i] for _, seen, _, _ in ranks], 1), ids)
+    for _, _, found, _ in ranks:
+        same(found, grads, 1e-5)
+    schedule["difficulty_step"], curriculum["min_difficulty"] = 1, 3
+    with pytest.raises(RankFailure, match="comes to 5 positions, which 2 ranks that share sequences do not divide"):
+        of_samples({"sp": 2}, more)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, {"sp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_a_token_counts_once(sizes):
+    ((_, _, _, want),) = of_samples({}, {})
+    assert [r["tokens"] for r in want] == [4 * POSITIONS, 8 * POSITIONS]
+    for _, _, _, found in of_samples(sizes, {}):
+        assert [r["tokens"] for r in found] == [r["tokens"] for r in want]
+        for record, one in zip(found, want):
+            assert record["tflops"] * record["time_s"] == pytest.approx(one["tflops"] * one["time_s"], rel=1e-6)
+            assert record["tokens_per_s"] == pytest.approx(4 * POSITIONS / record["time_s"])

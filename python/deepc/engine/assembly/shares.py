@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from ...comm.groups import make_one, open_group
 from ...config.tree import Config, stages_asked
 from ...errors import ArgumentError, ConfigError, DeepcError, UnsupportedError
 from ...optim.rules import LAMB, ONEBIT
-from ...parallel.axes import opened_comms
+from ...parallel.axes import AxisGroup, opened_comms
 from ...parallel.expert.group import expert_group, mesh_with_experts
 from ...parallel.expert.spread import (
     SharedGradients,
@@ -256,3 +257,25 @@ def sharers_of(engine: EngineBase) -> Sharers | None:
         return None
     group = tensor_group(engine.mesh)
     return Sharers(cuts, group.rank, group.size, lambda mine, widths: group.gather(mine, 0, widths))
+
+
+def leveller(engine: EngineBase) -> Callable[[Sequence[torch.Tensor]], None]:
+    """What GatheredParameters calls on the ranks that write, of which each group of holders has one: of parameters that
+    tensor- or expert-parallel ranks have alike (norms, gates) those with coordinate 0 count, so that all stay equal
+    where only rank 0 has written. Collective over these ranks, which are a tensor and an expert group: they come with
+    the same parameters in the same order."""
+    mesh = engine.mesh
+    groups: list[tuple[AxisGroup, Container[int]]] = []
+    if mesh.tp > 1:
+        groups.append((tensor_group(mesh), engine.cuts))
+    if mesh.ep > 1:
+        groups.append((expert_group(mesh), engine.spread))
+
+    @torch.no_grad()
+    def level(params: Sequence[torch.Tensor]) -> None:
+        for group, different in groups:
+            for p in params:
+                if id(p) not in different:
+                    group.spread(p.data)
+
+    return level

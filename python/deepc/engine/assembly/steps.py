@@ -22,6 +22,7 @@ from ...core.ops import dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ...optim.factory import check_format, make_optimizer
 from ...optim.kinds.muon import choose_by_name
+from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
 from ...parallel.tensor.group import tensor_group
 from ...parallel.tensor.rules import as_noted
@@ -53,6 +54,7 @@ from .shares import (
     cut_as_asked,
     join_group,
     keep_comparing,
+    leveller,
     mesh_asked,
     part_of,
     ranks_to_share,
@@ -187,7 +189,8 @@ def assemble(
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)
         make_activations(engine, undo)
-        engine.curriculum = Curriculum(config, engine.module, engine.part is not None)
+        sequence = axis_process_group(engine.mesh, "sp") if engine.mesh.sp > 1 else None
+        engine.curriculum = Curriculum(config, engine.module, engine.part is not None, sequence)
         engine.scaler, engine.skips = precision.make_scaler(config), Skips(config.deepc.max_lost_steps)
         engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
         engine.training_dataloader = make_loader(
@@ -623,7 +626,7 @@ def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     """Stage 3: GatheredParameters finds the engine by its parameters."""
     if engine.plan.stage == 3:
         state, guard = engine.state, engine.guard
-        held = gathered.Held(state, guard.refuse_writes, guard.modified)
+        held = gathered.Held(state, guard.refuse_writes, guard.modified, leveller(engine))
         undo.callback(lambda: gathered.let_go([*state.trained, *(p for _, p in state.frozen)], held))
         gathered.hold([*state.trained, *(p for _, p in state.frozen)], held)
 

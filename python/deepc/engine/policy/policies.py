@@ -116,8 +116,10 @@ class Plain:
     # ---- the loop ----------------------------------------------------------------------------------------------------
     @property
     def divisor(self) -> int:
-        """What the sum over ranks and micro-batches is divided by, beside the scales."""
-        return 1 if self._engine._config.gradient_allreduce_op == "sum" else self._engine.world_size
+        """What the sum over ranks and micro-batches is divided by, beside the scales. A loss over sequences makes
+        gradients for the mean over the ranks that share them (parallel/sequence/loss.py), of which a sum has one."""
+        engine = self._engine
+        return engine.mesh.sp if engine._config.gradient_allreduce_op == "sum" else engine.world_size
 
     @private.uncompiled_itself
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,9 +240,9 @@ class DeterministicLayout(Plain):
         return MicroBatchSampler(
             data,
             engine.train_micro_batch_size_per_gpu(),
-            engine.world_size,
-            engine.global_rank,
-            per_step=self._order.passes * engine.world_size,
+            engine.mesh.dp,  # ranks that share sequences get the same samples
+            engine.mesh.coordinates(engine.everyone.rank).dp,
+            per_step=self._order.passes * engine.mesh.dp,
             drop_last=engine._config.dataloader_drop_last,
         )
 

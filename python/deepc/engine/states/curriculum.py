@@ -11,6 +11,7 @@ import torch
 
 from ...config.curriculum import CurriculumScheduler
 from ...errors import ArgumentError, ConfigError, UnsupportedError
+from ...parallel.sequence.shards import shorter
 
 if TYPE_CHECKING:
     from ...config.tree import Config
@@ -25,12 +26,14 @@ class Curriculum:
     post_process: function(batch, {"current_difficulties", "curriculum_step"}) of what the loader of training_data
     gives, of which the user makes what the difficulties mean; without one a metric "seqlen_truncate" cuts it."""
 
-    def __init__(self, config: Config, module: torch.nn.Module, pipelined: bool) -> None:
+    def __init__(self, config: Config, module: torch.nn.Module, pipelined: bool, sequence: Any = None) -> None:
+        """sequence: the process group of the ranks that share sequences, or None."""
         legacy, sampling = config.curriculum_learning, config.data_efficiency
         self.scheduler = CurriculumScheduler(legacy.schedule) if legacy.enabled else None
         self.by_length = legacy.enabled and legacy.curriculum_type == "seqlen"
         self.metrics = {n: CurriculumScheduler(m) for n, m in sampling.metrics.items()}
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        self._sequence = sequence
         self._to_forward = self.by_length and _to_forward(config.deepc.curriculum, module, pipelined)
         self._names = {legacy.curriculum_type: self.scheduler} if self.scheduler is not None else {}
 
@@ -56,7 +59,7 @@ class Curriculum:
             return inputs, kwargs
         if self._to_forward:
             return inputs, {**kwargs, SEQLEN: length}
-        cut: tuple[Any, dict[str, Any]] = truncated((inputs, kwargs), length)
+        cut: tuple[Any, dict[str, Any]] = self._truncated((inputs, kwargs), length)
         return cut
 
     def micro_batches(self, step: int, batches: list[Any]) -> list[Any]:
@@ -66,7 +69,11 @@ class Curriculum:
         length = self.scheduler.update_difficulty(step)
         if not self.by_length:
             return batches
-        return [b if b is None else truncated(b, length) for b in batches]
+        return [b if b is None else self._truncated(b, length) for b in batches]
+
+    def _truncated(self, given: Any, length: int) -> Any:
+        """A batch of the model. Of sequences that ranks share `length` is that of the whole; collective over them."""
+        return truncated(given, length) if self._sequence is None else shorter(given, length, self._sequence, _length)
 
     def of_loader(self, step: int, batch: Any) -> Any:
         """What the loader gives in `step`."""

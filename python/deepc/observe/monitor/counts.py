@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -136,8 +135,7 @@ def _only_looked_up(module: torch.nn.Module) -> set[int]:
     return tables - others
 
 
-@dataclass(frozen=True)
-class TokenFlops:
+class TokenFlops(NamedTuple):
     """Model FLOPs of one token, forward and backward: `constant` + `per_length` x the sequence's length."""
 
     constant: float

@@ -56,6 +56,9 @@ class Meter(Listener):
         self._prefix = f"engine {_made}: " if len(_meters) else ""
         _meters.add(self)
 
+        at = engine.mesh.coordinates(self._rank)
+        self._answers = at.tp == 0  # tensor-parallel ranks run the same tokens: the first of them counts
+        self._sequence_ranks = engine.mesh.sp  # each has a part of the positions
         self._count_tokens = counts.TokenCounter(counts.is_encoder_decoder(engine.module))
         self._token_flops: counts.TokenFlops | None = None  # made at the first step that has tokens
         self._flops_a_step: float | None = None  # of this rank, given by the profiler or the user
@@ -179,10 +182,10 @@ class Meter(Listener):
             self._began = now - waited
         tokens, length = self._count_tokens(*given)
         if tokens:
-            self._tokens += tokens
+            self._tokens += tokens if self._answers else 0
             if self._token_flops is None:
                 self._token_flops = self._estimate_flops()
-            self._flops += self._token_flops.of(tokens, length)
+            self._flops += self._token_flops.of(tokens, length * self._sequence_ranks)
 
     def _forward_ends(self, out: Any) -> None:
         now = _clock()
@@ -602,8 +605,10 @@ class Meter(Listener):
     def _estimate_flops(self) -> counts.TokenFlops:
         engine = self._engine
         by_name = {p.name: (p.numel, p.index is not None) for p in engine.plan.params}
-        numels = {id(p): by_name[n] for n, p in engine.module.named_parameters() if n in by_name}
-        return counts.token_flops(engine.module, numels)
+        mine = {n: p for n, p in engine.module.named_parameters() if n in by_name}
+        numels = {id(p): by_name[n] for n, p in mine.items() if self._answers or id(p) in engine.cuts}
+        found = counts.token_flops(engine.module, numels)
+        return found if self._answers else found._replace(per_length=0.0)
 
     def _flops_of_step(self) -> float:
         if self._flops_a_step is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,39 @@ def shard(
             t = torch.cat((t, end), 1)
         rest[name] = t[:, me * part : (me + 1) * part].contiguous()
     return rest
+
+
+def shorter(given: Any, length: int, group: Any, length_of: Callable[[Any], int | None]) -> Any:
+    """This rank's positions of sequences that end after `length`, of tensors in nested tuples, lists and dicts that are
+    its positions of longer ones. length_of(given): how many positions are here. ArgumentError for a length that the
+    ranks do not divide. Collective over the group, whose ranks have equally many positions."""
+    ranks, me, part = dist.get_world_size(group), dist.get_rank(group), length_of(given)
+    if part is None:
+        raise ArgumentError(
+            "a curriculum by length truncates batches, and this one has no tensor of integers [batch, positions]"
+        )
+    if part * ranks <= length:
+        return given
+    if length % ranks:
+        raise ArgumentError(
+            f"a curriculum by length comes to {length} positions, which {ranks} ranks that share sequences do not"
+            f" divide; choose min_difficulty and difficulty_step that are multiples of {ranks}"
+        )
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if x.dim() < 2 or x.shape[1] != part:
+                return x
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+            dist.all_gather(parts, x.contiguous(), group=group)
+            return torch.cat(parts, 1)[:, me * length // ranks : (me + 1) * length // ranks].contiguous()
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*map(cut, x))
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(cut, x))
+        return {k: cut(v) for k, v in x.items()} if isinstance(x, Mapping) else x
+
+    return cut(given)
 
 
 def _check_mask(mask: Any, labels: Any, ignore_index: int, causal: bool) -> None:

@@ -108,10 +108,18 @@ class Values(Protocol):
 
 class Held:
     """Parameters of an engine. before: refuses what was written outside of a context so far; after: makes masters and
-    other nodes follow what the writer wrote. Both collective."""
+    other nodes follow what the writer wrote. Both collective. level: called on the writer alone, before the others see
+    what it wrote: gives it the values of the writer that counts, where ranks of other groups hold the same parameter.
+    """
 
-    def __init__(self, state: Values, before: Callable[[], None], after: Callable[[Params], None]) -> None:
-        self._state, self._before, self._after = state, before, after
+    def __init__(
+        self,
+        state: Values,
+        before: Callable[[], None],
+        after: Callable[[Params], None],
+        level: Callable[[Params], None] = lambda params: None,
+    ) -> None:
+        self._state, self._before, self._after, self._level = state, before, after, level
 
     @property
     def group(self) -> Group:
@@ -119,7 +127,11 @@ class Held:
 
     def whole(self, params: Params, writer: int | None) -> Whole:
         inner = self._state.whole(params, writer)
-        return inner if writer is None else _Followed(inner, self._before, lambda: self._after(params))
+        if writer is None:
+            return inner
+        writes = self._state.group.rank == writer
+        level = (lambda: self._level(params)) if writes else (lambda: None)
+        return _Followed(inner, self._before, level, lambda: self._after(params))
 
     def written(self, params: Params) -> str | None:
         mine = {id(p) for p in params}
@@ -133,14 +145,17 @@ class Held:
 class _Followed(Whole):
     """`inner`, with what an engine does before and after a write."""
 
-    def __init__(self, inner: Whole, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._inner, self._before, self._after = inner, before, after
+    def __init__(
+        self, inner: Whole, before: Callable[[], None], level: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        self._inner, self._before, self._level, self._after = inner, before, level, after
 
     def begin(self) -> None:
         self._before()
         self._inner.begin()
 
     def end(self) -> None:
+        self._level()
         self._inner.end()
         self._after()
 
@@ -217,7 +232,9 @@ class GatheredParameters:
     modifier_rank=None: for reading; a write inside raises StrayWriteError at the end. modifier_rank=r: what rank r
     writes in place is seen by all ranks after the context, and the fp32 masters follow; what other ranks write is
     private and dropped, as in DeepSpeed, where scripts often run the same code on all ranks (with DEEPC_DEBUG=1 it is
-    an error that names rank and parameter). fwd_module: the parameters become external parameters of it. Parameters
+    an error that names rank and parameter). Rank r is counted among the ranks that hold the parameter together (the
+    same stage, tensor shards and experts); what tensor- or expert-parallel ranks have alike is that of the first of
+    them. fwd_module: the parameters become external parameters of it. Parameters
     that are neither are left alone. Contexts that write may not overlap in parameters."""
 
     def __init__(
