@@ -11,6 +11,7 @@ typedef struct search {
   const dc_planner_space *space;
   dc_planner_found *found;
   int64_t capacity, count;
+  int64_t *micros, nmicros; /* the sizes that a micro-batch may have, ascending */
   dc_planner_told told;
 } search;
 
@@ -69,10 +70,11 @@ static int planner_visit_states(search *s, dc_planner_layout *l) {
 
 /* Micro-batches, for a model that is cut. */
 static int planner_visit_micro(search *s, dc_planner_layout *l, int64_t samples) {
-  for (l->micro = 1; l->micro <= samples; l->micro++) {
-    if (samples % l->micro || !planner_allows(s->space->micro, l->micro)) continue;
+  for (int64_t i = 0; i < s->nmicros && s->micros[i] <= samples; i++) {
+    l->micro = s->micros[i];
+    if (samples % l->micro) continue;
     l->accumulation = samples / l->micro;
-    if (l->accumulation > DC_PLANNER_MAX_RANKS || l->micro > DC_PLANNER_MAX_RANKS || !planner_legal(s, l)) continue;
+    if (!planner_legal(s, l)) continue;
     if (!s->space->exhaustive && dc__planner_least(&s->p, &s->x, l, s->space->uneven != 0) >= planner_bar(s)) continue;
     DC_TRY(planner_visit_states(s, l));
   }
@@ -119,6 +121,24 @@ static int planner_visit_sizes(search *s) {
   return DC_OK;
 }
 
+/* The divisors of a step's samples up to what a layout may have (dc__shape_check), once: a replica's are among them,
+ * and a loop over all sizes would take minutes where samples are many. */
+static int planner_find_micros(search *s) {
+  const int64_t batch = s->p.model->batch, most = batch < DC_PLANNER_MAX_RANKS ? batch : DC_PLANNER_MAX_RANKS;
+  for (int fill = 0; fill < 2; fill++) {
+    int64_t n = 0;
+    for (int64_t micro = 1; micro <= most; micro++) {
+      if (batch % micro || !planner_allows(s->space->micro, micro)) continue;
+      if (fill) s->micros[n] = micro;
+      n++;
+    }
+    s->nmicros = n;
+    if (!fill && !(s->micros = calloc((size_t)n + 1, sizeof *s->micros)))
+      return DC_FAIL(DC_E_NOMEM, "no memory for %lld sizes of micro-batches", (long long)n);
+  }
+  return DC_OK;
+}
+
 int dc_planner_search(const dc_planner_nodes *nodes, int64_t kinds, const dc_planner_model *model,
                       const dc_planner_space *space, dc_planner_found *found, int64_t capacity, dc_planner_told *told) {
   if (!space || !found || !told || capacity < 1)
@@ -126,8 +146,10 @@ int dc_planner_search(const dc_planner_nodes *nodes, int64_t kinds, const dc_pla
   search s = {.space = space, .found = found, .capacity = capacity};
   DC_TRY(dc__planner_open(&s.p, nodes, kinds, model));
   const int64_t pieces = s.p.blocks > 1 ? s.p.blocks : 1;
-  int rc = dc__shape_open(&s.x, pieces, pieces);
+  int rc = dc__shape_open(&s.x, pieces, pieces, s.p.ranks);
+  if (rc == DC_OK) rc = planner_find_micros(&s);
   if (rc == DC_OK) rc = planner_visit_sizes(&s);
+  free(s.micros);
   dc__shape_close(&s.x);
   dc__planner_close(&s.p);
   s.told.found = s.count;

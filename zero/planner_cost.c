@@ -129,21 +129,23 @@ static dc_planner_nodes cost_worst_of(const dc__planner *p, int64_t begin, int64
       some = 1;
       continue;
     }
+    const double before = (double)out.ranks, here = (double)n->ranks;
     out.ranks = n->ranks < out.ranks ? n->ranks : out.ranks;
     out.flops = cost_at_most(out.flops, n->flops);
     out.start = cost_at_least(out.start, n->start);
     out.memory_rate = cost_at_most(out.memory_rate, n->memory_rate);
     out.device_bytes = cost_at_most(out.device_bytes, n->device_bytes);
-    out.host_bytes = cost_at_most(out.host_bytes / (double)out.ranks, n->host_bytes / (double)n->ranks) *
-                     (double)out.ranks;
     out.host_rate = cost_at_most(out.host_rate, n->host_rate);
-    out.host_update = cost_at_most(out.host_update, n->host_update);
-    out.disk_bytes = cost_at_most(out.disk_bytes, n->disk_bytes);
-    out.disk_rate = cost_at_most(out.disk_rate, n->disk_rate);
     out.link_rate = cost_at_most(out.link_rate, n->link_rate);
     out.link_latency = cost_at_least(out.link_latency, n->link_latency);
-    out.net_rate = cost_at_most(out.net_rate, n->net_rate);
     out.net_latency = cost_at_least(out.net_latency, n->net_latency);
+    /* What the ranks of a node share: a rank's part counts, which is less where the node has more ranks. */
+    const double ranks = (double)out.ranks;
+    out.host_bytes = ranks * cost_at_most(out.host_bytes / before, n->host_bytes / here);
+    out.host_update = ranks * cost_at_most(out.host_update / before, n->host_update / here);
+    out.disk_bytes = ranks * cost_at_most(out.disk_bytes / before, n->disk_bytes / here);
+    out.disk_rate = ranks * cost_at_most(out.disk_rate / before, n->disk_rate / here);
+    out.net_rate = ranks * cost_at_most(out.net_rate / before, n->net_rate / here);
     out.reserve = cost_at_least(out.reserve, n->reserve);
   }
   return out;
@@ -213,15 +215,18 @@ static times cost_layers_time(const dc__planner *p, const dc__shape *x, const dc
 }
 
 /* ---- shapes ------------------------------------------------------------------------------------------------------ */
-int dc__shape_open(dc__shape *x, int64_t pp, int64_t pieces) {
+int dc__shape_open(dc__shape *x, int64_t pp, int64_t pieces, int64_t dp) {
   *x = (dc__shape){0};
   x->cut = calloc((size_t)pieces + 1, sizeof *x->cut);
   x->rank_of = calloc((size_t)pieces, sizeof *x->rank_of);
   x->at = calloc((size_t)pp, sizeof *x->at);
   x->forward = calloc((size_t)pp * (3 + DC_PLANNER_KINDS), sizeof *x->forward);
-  if (!x->cut || !x->rank_of || !x->at || !x->forward) {
+  x->replica = calloc((size_t)dp, sizeof *x->replica);
+  x->micro_of = calloc((size_t)dp, sizeof *x->micro_of);
+  if (!x->cut || !x->rank_of || !x->at || !x->forward || !x->replica || !x->micro_of) {
     dc__shape_close(x);
-    return DC_FAIL(DC_E_NOMEM, "no memory for a pipeline of %lld ranks", (long long)pp);
+    return DC_FAIL(DC_E_NOMEM, "no memory for a pipeline of %lld ranks and %lld replicas", (long long)pp,
+                   (long long)dp);
   }
   return DC_OK;
 }
@@ -231,6 +236,8 @@ void dc__shape_close(dc__shape *x) {
   free(x->rank_of);
   free(x->at);
   free(x->forward);
+  free(x->replica);
+  free(x->micro_of);
   *x = (dc__shape){0};
 }
 
@@ -458,8 +465,8 @@ static int cost_states_room(const dc__planner *p, const dc__shape *x, const dc_p
 }
 
 /* Micro-batches whose activations a rank of the pipeline holds at most, of each of its stages. */
-static double cost_in_flight(const dc_planner_layout *l, int64_t rank) {
-  const double p = (double)l->pp, m = (double)l->accumulation, v = (double)l->chunks;
+static double cost_in_flight(const dc__shape *x, const dc_planner_layout *l, int64_t rank) {
+  const double p = (double)l->pp, m = (double)x->most, v = (double)l->chunks;
   if (l->pp == 1) return 1;
   switch (l->schedule) {
   case DC_SCHEDULE_GPIPE: return m;
@@ -492,7 +499,7 @@ static double cost_activations_room(const dc__planner *p, const dc__shape *x, co
     } else elems += blocks.saved / (tp * sp) + blocks.saved_whole / sp;
     held_elems += elems;
   }
-  return (held_elems * cost_in_flight(l, rank) * cost_holes(p, l) + once) * micro * item;
+  return (held_elems * cost_in_flight(x, l, rank) * cost_holes(p, l) + once) * micro * item;
 }
 
 /* ---- a step ------------------------------------------------------------------------------------------------------ */
@@ -574,25 +581,42 @@ static double cost_replica_time(const dc__planner *p, const dc__shape *x, int64_
   return slowest;
 }
 
-/* Seconds until all replicas have computed, if each takes micro-batches in proportion to its speed; micro_of: how many,
- * may be NULL. *least: with parts of micro-batches, which no other allotment beats. */
-static double cost_shares(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int64_t *micro_of,
-                          double *least) {
-  const int64_t all = l->dp * l->accumulation;
-  double rate = 0, end = 0, before = 0;
-  int64_t given = 0;
+/* Micro-batches that are through after `end` seconds. */
+static double cost_done_by(const dc__shape *x, double end) {
+  double done = 0;
+  for (int64_t d = 0; d < x->dp; d++) done += floor(end / x->replica[d]);
+  return done;
+}
+
+/* Seconds until all replicas have computed, if each takes as many micro-batches (x->micro_of) as let the last be done
+ * soonest, in whatever order the replicas stand. *least: with parts of micro-batches, which no other allotment beats.
+ */
+static double cost_shares(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, double *least) {
+  const double all = (double)(l->dp * l->accumulation);
+  double rate = 0, slowest = 0, end = 0;
   cost_slower_kinds(p, x, l);
-  for (int64_t d = 0; d < l->dp; d++) rate += 1 / cost_replica_time(p, x, d);
+  *least = 0;
   for (int64_t d = 0; d < l->dp; d++) {
-    const double time = cost_replica_time(p, x, d);
-    before += (double)all / time / rate;
-    const int64_t mine = (d + 1 == l->dp ? all : (int64_t)floor(before + 0.5)) - given;
-    given += mine;
-    if (micro_of) micro_of[d] = mine;
-    end = cost_at_least(end, (double)mine * time);
+    x->replica[d] = cost_replica_time(p, x, d);
+    if (!(x->replica[d] > 0)) return INFINITY; /* a model without work has nothing to share out */
+    rate += 1 / x->replica[d];
+    slowest = cost_at_least(slowest, x->replica[d]);
   }
-  *least = (double)all / rate;
-  return end;
+  *least = all / rate;
+  /* By then each has as many as it has time for, less a part of one. */
+  double low = *least * (1 - 1e-9), high = *least * (1 + 1e-9) + slowest;
+  for (int step = 0; step < 40; step++) {
+    const double middle = (low + high) / 2;
+    if (cost_done_by(x, middle) >= all) high = middle;
+    else low = middle;
+  }
+  int64_t over = (int64_t)(cost_done_by(x, high) - all);
+  for (int64_t d = 0; d < l->dp; d++) {
+    x->micro_of[d] = (int64_t)floor(high / x->replica[d]);
+    if (over > 0 && (double)x->micro_of[d] * x->replica[d] > low) x->micro_of[d]--, over--; /* of those that end last */
+    end = cost_at_least(end, (double)x->micro_of[d] * x->replica[d]);
+  }
+  return over == 0 ? end : INFINITY;
 }
 
 static int cost_is_uneven(const dc__planner *p, const dc__shape *x) {
@@ -604,9 +628,9 @@ static int cost_is_uneven(const dc__planner *p, const dc__shape *x) {
   return 0;
 }
 
-/* Seconds of all micro-batches, and of the slowest rank's alone (*busy). */
+/* Seconds of all micro-batches, and of the slowest rank's alone (*busy). Sets x->shared, x->micro_of and x->most. */
 static double cost_pipeline_time(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int uneven,
-                                 double *busy, int64_t *slowest, int64_t *micro_of, double *least) {
+                                 double *busy, int64_t *slowest, double *least) {
   *slowest = 0;
   for (int64_t s = 0; s < x->pp; s++) {
     x->hop[s] = s + 1 < x->pp ? cost_hop_time(p, x, l, s) : 0;
@@ -615,16 +639,15 @@ static double cost_pipeline_time(const dc__planner *p, dc__shape *x, const dc_pl
   const double m = (double)l->accumulation, most = x->forward[*slowest] + x->backward[*slowest];
   const double even = dc_planner_pipeline_s((int)l->schedule, l->chunks, x->pp, m, x->forward, x->backward, x->hop);
   *busy = m * most;
-  for (int64_t d = 0; micro_of && d < l->dp; d++) micro_of[d] = l->accumulation;
   *least = even;
+  x->shared = 0;
+  x->most = l->accumulation;
   if (!uneven || !cost_is_uneven(p, x)) return even;
-  const double end = cost_shares(p, x, l, micro_of, least);
-  *least += even - *busy;
-  if (end >= *busy) {
-    for (int64_t d = 0; micro_of && d < l->dp; d++) micro_of[d] = l->accumulation;
-    return even;
-  }
-  const double ramp = even - *busy;
+  const double end = cost_shares(p, x, l, least), ramp = even - *busy;
+  *least += ramp;
+  if (end >= *busy) return even;
+  x->shared = 1;
+  for (int64_t d = 0; d < l->dp; d++) x->most = x->micro_of[d] > x->most ? x->micro_of[d] : x->most;
   *busy = end;
   return end + ramp;
 }
@@ -636,7 +659,7 @@ double dc__planner_least(const dc__planner *p, dc__shape *x, const dc_planner_la
   int64_t slowest;
   for (int64_t s = 0; s < x->pp; s++)
     (void)cost_rank_time(p, x, &bare, s, &x->at[s], 0, &x->forward[s], &x->backward[s]);
-  (void)cost_pipeline_time(p, x, &bare, uneven, &busy, &slowest, NULL, &least);
+  (void)cost_pipeline_time(p, x, &bare, uneven, &busy, &slowest, &least);
   return least;
 }
 
@@ -645,12 +668,27 @@ typedef struct once {
   double data, update, offload;
 } once;
 
+/* Micro-batches that a rank of stage s adds the gradients of, each divided by the rate of its memory: of the rank for
+ * which that takes longest. Not the slowest memory with the most micro-batches, which are of different nodes. */
+static double cost_most_added(const dc__planner *p, const dc__shape *x, int64_t s) {
+  if (!x->shared) return (double)x->most / x->at[s].memory_rate;
+  const int64_t cell = x->sp * x->tp, width = x->dp * cell;
+  double most = 0;
+  for (int64_t d = 0; d < x->dp; d++) {
+    const int64_t begin = s * width + d * cell;
+    for (int64_t k = 0; k < p->kinds; k++)
+      if (p->first[k] < begin + cell && p->first[k + 1] > begin)
+        most = cost_at_least(most, (double)x->micro_of[d] / p->nodes[k].memory_rate);
+  }
+  return most;
+}
+
 static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l, int64_t s) {
   const dc_planner_model *m = p->model;
   const dc_planner_nodes *at = &x->at[s];
   const int cpu = at->device_bytes <= 0;
   const held h = cost_held_by(p, x, s);
-  const double ranks = (double)at->ranks, owned = cost_owned_by(x, l, h), micro = (double)l->accumulation;
+  const double ranks = (double)at->ranks, owned = cost_owned_by(x, l, h), micro = (double)x->most;
   once t = {0, 0, 0};
   /* Gradients go with each micro-batch, in a pipeline once (docs/pipeline.md). */
   const double times_a_step = x->pp > 1 ? 1 : micro;
@@ -660,7 +698,7 @@ static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_
     if (l->stage == 1 || l->stage == 2) t.data += cost_states_collective(DC_ALL_GATHER, x, at, h, m->item);
     if (l->stage == 3 && cpu) t.data += cost_gather_time(p, x, at, h, 1);
   }
-  t.data += micro * (h.dense + h.expert) * m->batch_traffic / at->memory_rate;
+  t.data += (h.dense + h.expert) * m->batch_traffic * cost_most_added(p, x, s);
   if (l->offload == DC_OFFLOAD_NONE || cpu) t.update = owned * m->update_traffic / at->memory_rate;
   else {
     const double travel = owned * (m->grad + m->item) / at->host_rate;
@@ -679,6 +717,7 @@ static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_
 
 static int cost_memory_of(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l, dc_planner_cost *out,
                           dc_planner_stage *stages) {
+  double fullest[3] = {0, 0, 0};
   for (int64_t s = 0; s < x->pp; s++) {
     const dc_planner_nodes *at = &x->at[s];
     const int cpu = at->device_bytes <= 0;
@@ -693,7 +732,7 @@ static int cost_memory_of(const dc__planner *p, const dc__shape *x, const dc_pla
                                 : 0;
     /* Without accumulation a CPU's gradients borrow what activations have left (docs/memory-plan.md). */
     const double grads = l->offload != DC_OFFLOAD_NONE && !cpu ? 0 : r.grads;
-    const int borrows = cpu && l->accumulation == 1 && x->pp == 1;
+    const int borrows = cpu && x->most == 1 && x->pp == 1;
     const double moving = borrows ? cost_at_least(grads, act) : grads + act;
     const double rank = at->reserve + r.params - params_elsewhere + (l->offload ? 0 : r.states) + moving + gathered;
     const double shared = l->offload == DC_OFFLOAD_PARAMS && cpu ? 0 : r.shared;
@@ -707,13 +746,18 @@ static int cost_memory_of(const dc__planner *p, const dc__shape *x, const dc_pla
     }
     const double rooms[3] = {cpu ? 0 : at->device_bytes, at->host_bytes, at->disk_bytes};
     const double needs[3] = {device, host, disk};
+    double *const told[3][2] = {{&out->device_bytes, &out->device_room},
+                                {&out->host_bytes, &out->host_room},
+                                {&out->disk_bytes, &out->disk_room}};
     for (int i = 0; i < 3; i++) {
       const double over = needs[i] <= 0 ? 0 : rooms[i] > 0 ? needs[i] / rooms[i] : INFINITY;
       out->overflow = cost_at_least(out->overflow, over);
+      /* The fullest: not that which holds most, where ranks have unequal room. */
+      if (over > fullest[i]) {
+        fullest[i] = over;
+        *told[i][0] = needs[i], *told[i][1] = rooms[i];
+      }
     }
-    if (device > out->device_bytes) out->device_bytes = device, out->device_room = rooms[0];
-    if (host > out->host_bytes) out->host_bytes = host, out->host_room = rooms[1];
-    if (disk > out->disk_bytes) out->disk_bytes = disk, out->disk_room = rooms[2];
     for (int64_t i = 0; stages && i < x->pieces; i++)
       if (x->rank_of[i] == s) {
         stages[i].states_bytes = rank - act - at->reserve + (cpu ? (shared + r.staging) / ranks : r.staging);
@@ -755,7 +799,8 @@ int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout
                               : 0;
     (void)cost_rank_time(p, x, l, s, &x->at[s], gather, &x->forward[s], &x->backward[s]);
   }
-  const double all = cost_pipeline_time(p, x, l, uneven, &busy, &slowest, micro_of, &least);
+  const double all = cost_pipeline_time(p, x, l, uneven, &busy, &slowest, &least);
+  for (int64_t d = 0; micro_of && d < l->dp; d++) micro_of[d] = x->shared ? x->micro_of[d] : l->accumulation;
   once most = {0, 0, 0};
   for (int64_t s = 0; s < x->pp; s++) {
     const once t = cost_once_a_step(p, x, l, s);
@@ -788,7 +833,7 @@ int dc_planner_cost_of(const dc_planner_nodes *nodes, int64_t kinds, const dc_pl
   dc__shape x = {0};
   DC_TRY(dc__planner_open(&p, nodes, kinds, model));
   int rc = dc__shape_check(&p, layout);
-  if (rc == DC_OK) rc = dc__shape_open(&x, layout->pp, layout->pp * layout->chunks);
+  if (rc == DC_OK) rc = dc__shape_open(&x, layout->pp, layout->pp * layout->chunks, layout->dp);
   if (rc == DC_OK) rc = dc__shape_set(&p, &x, layout);
   if (rc == DC_OK) rc = dc__planner_cost(&p, &x, layout, uneven != 0, cost, stages, micro_of);
   dc__shape_close(&x);

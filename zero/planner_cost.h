@@ -27,12 +27,17 @@ typedef struct dc__shape {
   dc_planner_nodes *at; /* [pp] the slowest of a rank's stage in every respect */
   double *forward, *backward, *hop; /* [pp] of one micro-batch */
   double *slower; /* [pp][DC_PLANNER_KINDS] */
+  /* Of replicas on unequal nodes: seconds of a micro-batch, and how many of them each takes if they are shared. */
+  double *replica;   /* [dp] */
+  int64_t *micro_of; /* [dp] */
+  int64_t most;      /* micro-batches of the replica that has most */
+  int shared;        /* micro_of counts; else all take as many */
 } dc__shape;
 
 int dc__planner_open(dc__planner *p, const dc_planner_nodes *nodes, int64_t kinds, const dc_planner_model *model);
 void dc__planner_close(dc__planner *p);
-/* Memory for shapes of up to `pp` ranks and `pieces` pieces in a pipeline. */
-int dc__shape_open(dc__shape *x, int64_t pp, int64_t pieces);
+/* Memory for shapes of up to `pp` ranks and `pieces` pieces in a pipeline, and `dp` replicas. */
+int dc__shape_open(dc__shape *x, int64_t pp, int64_t pieces, int64_t dp);
 void dc__shape_close(dc__shape *x);
 /* Whether the model and the cluster can have these sizes: DC_OK, or DC_E_INVALID with the reason. */
 int dc__shape_check(const dc__planner *p, const dc_planner_layout *l);

@@ -1,6 +1,7 @@
 // zero/planner.h: the closed formulas against the simulation, the search against all layouts, errors.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -150,6 +151,118 @@ TEST(planner, replicas_on_slow_nodes_take_fewer_micro_batches) {
   EXPECT_EQ(stages[1].begin, 4);
 }
 
+TEST(planner, what_a_node_shares_is_counted_by_the_rank) {
+  /* Ranks of the first kind have 8 GB of host, 25 of disk and an eighth of its rates; of the second a quarter. */
+  dc_planner_nodes kinds[] = {node(1, 8, 1e13, 0), node(1, 4, 1e13, 0)}, turned[2];
+  for (auto &n : kinds) n.host_bytes = 64e9, n.disk_bytes = 200e9, n.reserve = 1e9;
+  turned[0] = kinds[1], turned[1] = kinds[0];
+  dc_planner_nodes alike = kinds[1]; /* of ranks that all have what a rank of the first kind has */
+  alike.nodes = 3, alike.host_bytes /= 2, alike.host_update /= 2, alike.disk_bytes /= 2, alike.disk_rate /= 2;
+  alike.net_rate /= 2;
+  Subject s(4, 1024, 48);
+  dc_planner_layout l{};
+  l.dp = 12, l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.accumulation = 4, l.schedule = DC_SCHEDULE_1F1B;
+  l.stage = 1;
+  for (const auto offload : {DC_OFFLOAD_NONE, DC_OFFLOAD_DISK}) {
+    l.offload = offload;
+    dc_planner_cost a, b, c;
+    ASSERT_EQ(dc_planner_cost_of(kinds, 2, &s.model, &l, 1, &a, nullptr, nullptr), DC_OK) << dc_last_error();
+    ASSERT_EQ(dc_planner_cost_of(turned, 2, &s.model, &l, 1, &b, nullptr, nullptr), DC_OK) << dc_last_error();
+    ASSERT_EQ(dc_planner_cost_of(&alike, 1, &s.model, &l, 1, &c, nullptr, nullptr), DC_OK) << dc_last_error();
+    EXPECT_DOUBLE_EQ(a.host_room, 32e9); /* of 4 ranks */
+    for (const auto &other : {b, c}) {
+      EXPECT_DOUBLE_EQ(a.step, other.step);
+      EXPECT_DOUBLE_EQ(a.overflow, other.overflow);
+      EXPECT_DOUBLE_EQ(a.host_room, other.host_room);
+      EXPECT_DOUBLE_EQ(a.disk_room, other.disk_room);
+    }
+  }
+}
+
+TEST(planner, a_rank_is_charged_for_the_micro_batches_it_takes) {
+  const dc_planner_nodes fast = node(1, 1, 3e13, 1e12), slow = node(1, 1, 1e13, 1e12);
+  const dc_planner_nodes nodes[] = {fast, slow, fast, slow};
+  Subject s(4, 1024, 16);
+  s.layers.front() = s.layers.back() = {};
+  s.model.overlap = s.model.update_traffic = 0;
+  double params = 0;
+  for (const auto &layer : s.layers) params += layer.params;
+  dc_planner_layout l{};
+  l.dp = 2, l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.accumulation = 8, l.schedule = DC_SCHEDULE_1F1B;
+  dc_planner_cost even, cost;
+  int64_t micro[2];
+  ASSERT_EQ(dc_planner_cost_of(nodes, 2, &s.model, &l, 1, &cost, nullptr, micro), DC_OK) << dc_last_error();
+  ASSERT_GT(micro[0], 8);
+  const double reduce = dc_planner_collective_s(DC_ALL_REDUCE, &fast, 2, 1, 1, 2 * params);
+  EXPECT_NEAR(cost.data, (double)micro[0] * (reduce + 10 * params / fast.memory_rate), 1e-9 * cost.data);
+  /* GPipe holds the activations of all of them. */
+  l.pp = 2, l.schedule = DC_SCHEDULE_GPIPE;
+  dc_planner_stage alike[2], shared[2];
+  ASSERT_EQ(dc_planner_cost_of(nodes, 4, &s.model, &l, 0, &even, alike, nullptr), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_planner_cost_of(nodes, 4, &s.model, &l, 1, &cost, shared, micro), DC_OK) << dc_last_error();
+  ASSERT_GT(micro[0], 8);
+  for (int i = 0; i < 2; i++)
+    EXPECT_NEAR(shared[i].activation_bytes, alike[i].activation_bytes * (double)micro[0] / 8, 1);
+  EXPECT_GT(cost.device_bytes, even.device_bytes);
+}
+
+TEST(planner, shares_let_the_last_replica_be_done_soonest) {
+  std::mt19937 draw(5);
+  Subject s(2, 1024, 0);
+  s.layers.front() = s.layers.back() = {};
+  s.model.update_traffic = s.model.batch_traffic = 0;
+  for (int trial = 0; trial < 50; trial++) {
+    const int64_t n = 2 + (int64_t)(draw() % 3);
+    std::vector<dc_planner_nodes> kinds;
+    for (int64_t k = 0; k < n; k++)
+      kinds.push_back(node(1 + (int64_t)(draw() % 2), 1, 1e13 * (1 + (double)(draw() % 5)), 1e12));
+    for (auto &k : kinds) k.start = 0, k.memory_rate = 1e30; /* products alone take time */
+    dc_planner_layout l{};
+    for (const auto &k : kinds) l.dp += k.nodes;
+    l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.schedule = DC_SCHEDULE_1F1B;
+    l.accumulation = 1 + (int64_t)(draw() % 7), s.model.batch = l.dp * l.accumulation;
+    std::vector<int64_t> micro((size_t)l.dp), rate;
+    for (const auto &k : kinds)
+      for (int64_t i = 0; i < k.nodes; i++) rate.push_back((int64_t)(k.flops / 1e13));
+    dc_planner_cost cost, turned;
+    ASSERT_EQ(dc_planner_cost_of(kinds.data(), n, &s.model, &l, 1, &cost, nullptr, micro.data()), DC_OK);
+    int64_t all = 0;
+    double end = 0;
+    for (size_t d = 0; d < rate.size(); d++) {
+      all += micro[d];
+      end = std::max(end, (double)micro[d] / (double)rate[d]);
+    }
+    EXPECT_EQ(all, s.model.batch);
+    double sooner = 0; /* micro-batches that are through before that, all of them together */
+    for (const int64_t r : rate) sooner += std::floor(end * (1 - 1e-9) * (double)r);
+    EXPECT_LT(sooner, (double)s.model.batch) << trial;
+    std::reverse(kinds.begin(), kinds.end());
+    ASSERT_EQ(dc_planner_cost_of(kinds.data(), n, &s.model, &l, 1, &turned, nullptr, nullptr), DC_OK);
+    EXPECT_NEAR(cost.compute, turned.compute, 1e-9 * cost.compute) << trial;
+  }
+}
+
+TEST(planner, a_step_of_very_many_samples_ends) {
+  const dc_planner_nodes n = node(1, 8, 1e14, 80e9);
+  dc_planner_space space = everything();
+  dc_planner_found found[3];
+  dc_planner_told told;
+  Subject s(8, 1024, (int64_t)1 << 28);
+  ASSERT_EQ(dc_planner_search(&n, 1, &s.model, &space, found, 3, &told), DC_OK) << dc_last_error();
+  EXPECT_GT(told.found, 0);
+  EXPECT_EQ(found[0].layout.dp * found[0].layout.micro * found[0].layout.accumulation, s.model.batch);
+  space.micro = 1 << 17; /* the largest there is */
+  ASSERT_EQ(dc_planner_search(&n, 1, &s.model, &space, found, 3, &told), DC_OK) << dc_last_error();
+  EXPECT_GT(told.visited, 0);
+  space.micro = 0;
+  for (const int64_t batch : {INT64_MAX, INT64_MAX - 1, (int64_t)1 << 62}) { /* no micro-batch is as large */
+    s.model.batch = batch;
+    ASSERT_EQ(dc_planner_search(&n, 1, &s.model, &space, found, 3, &told), DC_OK) << dc_last_error();
+    EXPECT_EQ(told.visited, 0);
+    EXPECT_EQ(told.found, 0);
+  }
+}
+
 TEST(planner, memory) {
   const dc_planner_nodes n = node(1, 8, 1e14, 80e9);
   const Subject s(8, 2048, 64);
@@ -170,6 +283,17 @@ TEST(planner, memory) {
     EXPECT_LT(c.device_bytes, before);
     EXPECT_GT(c.recompute, 0);
   }
+}
+
+TEST(planner, the_fullest_rank_is_that_which_has_least_left) {
+  dc_planner_nodes nodes[] = {node(1, 1, 3e13, 80e9), node(1, 1, 1e13, 1e9)}; /* 3 of 4 blocks on the first */
+  const Subject s(4, 1024, 16);
+  dc_planner_layout l{};
+  l.pp = 2, l.dp = l.tp = l.sp = l.ep = l.chunks = l.micro = 1, l.accumulation = 16, l.schedule = DC_SCHEDULE_1F1B;
+  dc_planner_cost c;
+  ASSERT_EQ(dc_planner_cost_of(nodes, 2, &s.model, &l, 0, &c, nullptr, nullptr), DC_OK) << dc_last_error();
+  EXPECT_EQ(c.device_room, 1e9);
+  EXPECT_DOUBLE_EQ(c.overflow, c.device_bytes / c.device_room);
 }
 
 TEST(planner, errors) {
