@@ -3,6 +3,7 @@ YAML or JSON, read without executing anything; docs/planner.md has the format.""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -64,31 +65,71 @@ _COMMON: dict[str, Any] = {
 _NODE_KEYS: tuple[str, ...] = ("type", "count", "name", "ranks", "flops", "attainable", "memory", "bandwidth", "link")
 _NODE_KEYS += ("network", "start", "reserve", "host_update")
 _TOP_KEYS = ("name", "nodes", "network", "overlap", "update_traffic", "batch_traffic")
+_KINDS_OF_NODES, _MOST_RANKS = 8, 1 << 17  # DC_PLANNER_KINDS, DC_PLANNER_MAX_RANKS
+_WANTED = "give name, network and nodes (docs/planner.md has an example)"
 
 
-def quantity(value: Any, what: str) -> float:
-    """A number, or one with a unit: "80 GiB", "25 GB/s", "312 TFLOP/s", "5 us". ArgumentError names `what`."""
+# What a value is, and how one is written. "/s" and seconds are looked at: 100 GB is no bandwidth.
+_KINDS = {"bytes": "80 GiB", "rate": "25 GB/s", "flops": "312 TFLOP/s", "time": "5 us", "number": "0.7"}
+
+
+def quantity(value: Any, what: str, kind: str = "", *, above: bool = False) -> float:
+    """A number, or one with a unit: "80 GiB", "25 GB/s", "312 TFLOP/s", "5 us". kind: one of bytes, rate, flops, time,
+    number, whose unit it must have if it has one. above: 0 is none either. ArgumentError names `what`."""
+    such = _KINDS[kind] if kind else ", ".join(list(_KINDS.values())[:4])
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = float(value)
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
     elif isinstance(value, str) and (m := _QUANTITY.fullmatch(value)):
         number, unit = m.groups()
-        unit = unit.removesuffix("/s")
-        for end in ("FLOPs", "FLOPS", "FLOP", "flops", "B"):
-            if unit.endswith(end):
-                unit = unit.removesuffix(end)
-                break
-        scale = _TIMES.get(unit) if unit in _TIMES else _UNITS.get(unit)
+        scale, meant = _unit(unit)
         if scale is None:
-            raise ArgumentError(f"{what}: {value!r} has no unit that is known; write as in 80 GiB, 25 GB/s, 5 us")
+            bits = "; links are in bytes: 100 Gbit/s are 12.5 GB/s" if "b" in unit else ""
+            raise ArgumentError(f"{what}: {value!r} has no unit that is known; write it as in {such}{bits}")
+        if kind and meant and kind != meant:
+            lacks = kind in ("rate", "flops") and _unit(unit + "/s")[1] == kind
+            fix = f"write {value.strip() + '/s'!r}" if lacks else f"write it as in {such}"
+            raise ArgumentError(f"{what}: {value!r} is {_NAMES[meant]} and must be {_NAMES[kind]}; {fix}")
         try:
             found = float(number.replace("_", "")) * scale
         except ValueError:
-            raise ArgumentError(f"{what}: {value!r} is not a number with a unit") from None
+            raise ArgumentError(f"{what}: {value!r} is not a number with a unit; write it as in {such}") from None
     else:
-        raise ArgumentError(f"{what}: {value!r} is not a number, or one with a unit such as 80 GiB, 25 GB/s, 5 us")
-    if not math.isfinite(found) or found < 0:
-        raise ArgumentError(f"{what}: {value!r} must be a finite number of at least 0")
+        raise ArgumentError(f"{what}: {value!r} is not a number, or one with a unit; write it as in {such}")
+    if not math.isfinite(found) or found < 0 or (above and found == 0):
+        least = "above 0" if above else "of at least 0"
+        raise ArgumentError(f"{what}: {value!r} must be a finite number {least}; write it as in {such}")
     return found
+
+
+_NAMES = {
+    "bytes": "a size in bytes",
+    "rate": "bytes in a second",
+    "flops": "operations in a second",
+    "time": "a time",
+    "number": "a number without a unit",
+    "operations": "a number of operations",
+}
+
+
+def _unit(unit: str) -> tuple[float | None, str]:
+    """(What it multiplies by, None if it is no unit; the kind it belongs to, "" if it says none)."""
+    if unit in _TIMES:
+        return _TIMES[unit], "time"
+    prefix, each, meant = unit.removesuffix("/s"), unit.endswith("/s"), "rate" if unit.endswith("/s") else ""
+    for end in ("FLOPs", "FLOPS", "FLOP", "flops", "B"):
+        if prefix.endswith(end):
+            prefix = prefix.removesuffix(end)
+            if end == "B":
+                meant = "rate" if each else "bytes"
+            else:  # FLOPS is a rate by its name
+                meant = "flops" if each or end in ("FLOPS", "flops") else "operations"
+            break
+    else:
+        meant = ""
+    return _UNITS.get(prefix), meant
 
 
 @dataclass(frozen=True)
@@ -165,25 +206,48 @@ class Cluster:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
-            raise ArgumentError(f"cluster {os.fspath(path)}: {exc}") from exc
-        return cls.of(_parsed(text, os.fspath(path)), Path(path).stem)
+            raise ArgumentError(
+                f"cluster {os.fspath(path)}: {exc}; --cluster names a description of nodes (docs/planner.md)"
+            ) from exc
+        where = f"cluster {os.fspath(path)}"
+        if not text.strip():
+            raise ArgumentError(f"{where}: the file is empty; {_WANTED}")
+        return cls.of(_parsed(text, os.fspath(path)), Path(path).stem, where)
 
     @classmethod
-    def of(cls, given: Any, name: str = "cluster") -> Cluster:
-        """From what a file holds. ArgumentError for unknown or missing keys and values that are no sizes."""
-        top = _mapping(given, "cluster", _TOP_KEYS)
+    def of(cls, given: Any, name: str = "cluster", where: str = "cluster") -> Cluster:
+        """From what a file holds. where: begins what errors say. ArgumentError for unknown or missing keys and values
+        that are no sizes."""
+        top = _mapping(given, where, _TOP_KEYS)
         rows = top.get("nodes")
         if not isinstance(rows, list) or not rows:
             raise ArgumentError(
-                "cluster: nodes must be a list of kinds of nodes, each with count, ranks, flops, memory"
+                f"{where}: nodes must be a list of kinds of nodes, each with count, ranks, flops, memory; got {rows!r}"
             )
-        network = top.get("network", {})
-        nodes = tuple(_nodes(r, i, network) for i, r in enumerate(rows))
-        overlap = quantity(top.get("overlap", 0.7 if nodes[0].device_bytes else 0.0), "cluster: overlap")
+        if len(rows) > _KINDS_OF_NODES:
+            raise ArgumentError(
+                f"{where}: nodes has {len(rows)} kinds of nodes; at most {_KINDS_OF_NODES} are planned for. Give equal"
+                " nodes once, with their count"
+            )
+        network = _mapping(top.get("network", {}), f"{where}: network", _PARTS["network"])
+        nodes = tuple(_nodes(r, f"{where}: nodes[{i}]", f"kind {i}", network) for i, r in enumerate(rows))
+        for i, n in enumerate(nodes):
+            if (n.device_bytes > 0) != (nodes[0].device_bytes > 0):
+                bare = i if n.device_bytes <= 0 else 0
+                raise ArgumentError(
+                    f"{where}: nodes[{bare}]: memory.device is 0 (ranks on CPUs), and nodes[{i if bare == 0 else 0}]"
+                    " has devices. Give the device's memory, or plan for each kind by itself"
+                )
+        ranks = sum(n.count * n.ranks for n in nodes)
+        if ranks > _MOST_RANKS:
+            raise ArgumentError(
+                f"{where}: count x ranks are {ranks} ranks; at most {_MOST_RANKS} are planned for. Describe fewer nodes"
+            )
+        overlap = quantity(top.get("overlap", 0.7 if nodes[0].device_bytes else 0.0), f"{where}: overlap", "number")
         if overlap > 1:
-            raise ArgumentError(f"cluster: overlap {overlap:g} must be 0 to 1")
+            raise ArgumentError(f"{where}: overlap {overlap:g} must be 0 to 1")
         traffic = {
-            k: quantity(top[k], f"cluster: {k}") for k in ("update_traffic", "batch_traffic") if top.get(k) is not None
+            k: quantity(top[k], f"{where}: {k}") for k in ("update_traffic", "batch_traffic") if top.get(k) is not None
         }
         return cls(str(top.get("name", name)), nodes, overlap, **traffic)
 
@@ -192,8 +256,8 @@ def _parsed(text: str, path: str) -> Any:
     if path.endswith(".json"):
         try:
             return json.loads(text)
-        except ValueError as exc:
-            raise ArgumentError(f"cluster {path}: no JSON: {exc}") from exc
+        except (ValueError, RecursionError) as exc:
+            raise ArgumentError(f"cluster {path}: no JSON: {_line(exc)}; {_WANTED}") from exc
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as exc:
@@ -202,16 +266,29 @@ def _parsed(text: str, path: str) -> Any:
         ) from exc
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as exc:
-        raise ArgumentError(f"cluster {path}: no YAML: {exc}") from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # ValueError: a date that is none
+        raise ArgumentError(f"cluster {path}: no YAML: {_line(exc)}; {_WANTED}") from exc
+
+
+def _line(exc: Exception) -> str:
+    """What a parser says, in one line."""
+    return " ".join(str(exc).split())
 
 
 def _mapping(given: Any, what: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise ArgumentError(f"{what}: expected a mapping with {', '.join(known)}; got {given!r}")
+        is_list = " (a list: leave the dash out)" if isinstance(given, list) else ""
+        raise ArgumentError(f"{what}: expected a mapping with {', '.join(known)}; got {_short(given)}{is_list}")
     if unknown := [k for k in given if k not in known]:
-        raise ArgumentError(f"{what}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        near = difflib.get_close_matches(str(unknown[0]), known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ArgumentError(f"{what}: unknown key {unknown[0]!r}; {hint}Known are {', '.join(known)}")
     return dict(given)
+
+
+def _short(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,63 +303,84 @@ def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or value < 1:
-        raise ArgumentError(f"{what}: {value!r} must be a whole number of at least 1")
+        raise ArgumentError(f"{what}: {value!r} must be a whole number of at least 1, without a unit")
+    if value > _MOST_RANKS:
+        raise ArgumentError(f"{what}: {value} must be at most {_MOST_RANKS}")
     return value
 
 
-def _nodes(given: Any, number: int, network: Any) -> Nodes:
-    what = f"cluster: nodes[{number}]"
+def _nodes(given: Any, what: str, name: str, network: Mapping[str, Any]) -> Nodes:
     own = _mapping(given, what, _NODE_KEYS)
     kind = own.get("type")
-    if kind is not None and kind not in _DEVICES:
-        raise ArgumentError(f"{what}: type {kind!r} is not known; known are {', '.join(_DEVICES)}, or give the figures")
+    if kind is not None and kind not in list(_DEVICES):
+        near = difflib.get_close_matches(str(kind), _DEVICES, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ArgumentError(
+            f"{what}: type {kind!r} is not known; {hint}Known are {', '.join(_DEVICES)}; or leave type out and give"
+            " flops, memory, bandwidth and link"
+        )
     row = _layered(_COMMON, _DEVICES.get(str(kind), {}), {"network": network}, own)
 
-    def part(name: str, key: str, *, least: float | None = None) -> float:
-        table = _mapping(row.get(name, {}), f"{what}: {name}", _PARTS[name])
-        if key not in table:
+    def part(table: str, key: str, *, least: float | None = None, above: bool = False) -> float:
+        values = _mapping(row.get(table, {}), f"{what}: {table}", _PARTS[table])
+        if key not in values:
             if least is None:
-                raise ArgumentError(f"{what}: {name}.{key} is missing ({_MEANING[name, key]})")
+                raise ArgumentError(
+                    f"{what}: {table}.{key} is missing ({_MEANING[table, key]}); write it as in"
+                    f" {table}: {{{key}: {_KINDS[_kind(table, key)]}}}"
+                )
             return least
-        return quantity(table[key], f"{what}: {name}.{key}")
+        return quantity(values[key], f"{what}: {table}.{key}", _kind(table, key), above=above)
 
-    device_bytes = part("memory", "device", least=0.0)
+    device_bytes = part("memory", "device", least=0.0, above=kind is not None)
     flops = row.get("flops")
     if not isinstance(flops, Mapping) or not flops:
-        raise ArgumentError(f"{what}: flops is missing: FLOP/s of a rank by precision, such as {{bf16: 312 TFLOP/s}}")
+        raise ArgumentError(
+            f"{what}: flops {'is missing' if flops is None else f'is {_short(flops)}'}: FLOP/s of a rank by precision,"
+            " such as {bf16: 312 TFLOP/s}"
+        )
     share = row["attainable"]
+    if isinstance(share, Mapping) and (stray := [k for k in share if k not in flops]):
+        raise ArgumentError(f"{what}: attainable.{stray[0]}: flops has no such precision; it has {', '.join(flops)}")
     rates = {}
     for precision, value in flops.items():
         if precision not in ("fp32", "bf16", "fp16"):
             raise ArgumentError(f"{what}: flops.{precision}: precisions are fp32, bf16, fp16")
         one = share.get(precision, 1.0) if isinstance(share, Mapping) else share
-        part_of = quantity(one, f"{what}: attainable")
+        part_of = quantity(one, f"{what}: attainable", "number")
         if not 0 < part_of <= 1:
             raise ArgumentError(f"{what}: attainable {part_of:g} must be above 0 and at most 1")
-        rates[precision] = quantity(value, f"{what}: flops.{precision}") * part_of
+        rates[precision] = quantity(value, f"{what}: flops.{precision}", "flops", above=True) * part_of
     ranks = _count(row.get("ranks"), f"{what}: ranks (GPUs of a node, or processes of a CPU node)")
-    memory_rate = part("bandwidth", "device")
-    host_memory = part("bandwidth", "host_memory", least=100e9 if device_bytes else memory_rate * ranks)
+    memory_rate = part("bandwidth", "device", above=True)
+    host_memory = part("bandwidth", "host_memory", least=100e9 if device_bytes else memory_rate * ranks, above=True)
+    link = part("link", "bandwidth", above=True)
     return Nodes(
-        name=str(row.get("name") or kind or f"kind {number}"),
+        name=str(row.get("name") or kind or name),
         count=_count(row.get("count", 1), f"{what}: count"),
         ranks=ranks,
         flops=rates,
-        start=quantity(row["start"], f"{what}: start"),
+        start=quantity(row["start"], f"{what}: start", "time"),
         memory_rate=memory_rate,
         device_bytes=device_bytes,
-        host_bytes=part("memory", "host"),
-        host_rate=part("bandwidth", "host", least=memory_rate),
+        host_bytes=part("memory", "host", above=True),
+        host_rate=part("bandwidth", "host", least=memory_rate, above=True),
         # AdamW moves 28 bytes a parameter; what the host's memory gives is the limit (docs/optimizers.md)
-        host_update=quantity(row["host_update"], f"{what}: host_update") if "host_update" in row else host_memory / 28,
+        host_update=quantity(row["host_update"], f"{what}: host_update", above=True)
+        if "host_update" in row
+        else host_memory / 28,
         disk_bytes=part("memory", "disk"),
         disk_rate=part("bandwidth", "disk"),
-        link_rate=part("link", "bandwidth"),
+        link_rate=link,
         link_latency=part("link", "latency", least=5e-6),
-        net_rate=part("network", "bandwidth", least=part("link", "bandwidth")),
+        net_rate=part("network", "bandwidth", least=link, above=True),
         net_latency=part("network", "latency", least=10e-6),
-        reserve=quantity(row["reserve"], f"{what}: reserve"),
+        reserve=quantity(row["reserve"], f"{what}: reserve", "bytes"),
     )
+
+
+def _kind(table: str, key: str) -> str:
+    return "bytes" if table == "memory" else "time" if key == "latency" else "rate"
 
 
 _PARTS = {

@@ -13,11 +13,10 @@ from ...schedule import KINDS
 from . import page, planner, told
 from .cluster import Cluster
 from .models import model_of
+from .space import MOST, OFFLOADS, SIZES, Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_AXES = ("dp", "tp", "pp", "sp", "ep", "micro")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=int, metavar="N", help="samples of a step, over all ranks (4 for each rank)")
     group.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (as many as the model takes)")
     group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="(bf16 on devices, fp32 on CPUs)")
-    for name in _AXES:
-        group.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"fix {name} (any)")
+    for name in SIZES:
+        group.add_argument(f"--{name}", type=int, metavar="N", help=f"fix {name} (any)")
     group.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage (any)")
-    group.add_argument("--offload", choices=planner.OFFLOADS, help="fix where optimizer states go (any)")
+    group.add_argument("--offload", choices=OFFLOADS, help="fix where optimizer states go (any)")
     group.add_argument("--recompute", choices=("yes", "no"), help="compute blocks again in backward, or not (any)")
     group.add_argument("--pipeline-schedule", choices=KINDS, help="fix the pipeline's schedule (any)")
     group.add_argument("--even", action="store_true", help="equal numbers of micro-batches on unequal nodes too")
@@ -44,16 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def stray(args: argparse.Namespace) -> str | None:
     """An option that was given and means nothing without --cluster."""
-    given = {"--" + n: getattr(args, n) for n in ("batch", "seq", "precision", *_AXES, "stage", "offload", "recompute")}
+    given = {"--" + n: getattr(args, n) for n in ("batch", "seq", "precision", *SIZES, "stage", "offload", "recompute")}
     given |= {"--pipeline-schedule": args.pipeline_schedule, "--even": args.even, "--write": args.write}
     given |= {"--html": args.html, "--json": args.as_json}
-    return next((name for name, value in given.items() if value not in (None, 0, False)), None)
+    return next((name for name, value in given.items() if value is not None and value is not False), None)
 
 
-def space_of(args: argparse.Namespace) -> planner.Space:
-    free = planner.Space()
-    return planner.Space(
-        **{n: getattr(args, n) for n in _AXES},
+def space_of(args: argparse.Namespace) -> Space:
+    """ArgumentError for a size that is none."""
+    free = Space()
+    for name in SIZES:
+        size = getattr(args, name)
+        if size is not None and not 1 <= size <= MOST:
+            raise ArgumentError(
+                f"--{name} {size}: must be a whole number from 1 to {MOST}; leave --{name} out to have it chosen"
+            )
+    return Space(
+        **{n: getattr(args, n) or 0 for n in SIZES},
         stages=free.stages if args.stage is None else (args.stage,),
         offloads=free.offloads if args.offload is None else (args.offload,),
         recomputes=free.recomputes if args.recompute is None else (args.recompute == "yes",),
@@ -68,12 +74,19 @@ def run(args: argparse.Namespace, named: Callable[[str], Any]) -> int:
         raise ArgumentError(
             "--cluster needs --model: a name (gpt3-175b), sizes, or the path of a transformers config.json"
         )
-    if args.keep < 1:
-        raise ArgumentError(f"--keep {args.keep} must be at least 1")
+    for name in ("keep", "batch", "seq"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ArgumentError(f"--{name} {value}: must be a whole number of at least 1")
+    space = space_of(args)
     case = planner.case_of(Cluster.load(args.cluster), _model(args, named), args.batch, args.precision)
-    found = planner.search(case, space_of(args), args.keep)
+    found = planner.search(case, space, args.keep)
     best = planner.require_fit(found)
     config, notes = told.to_config(best)
+    if args.write:
+        _write("--write", args.write, json.dumps(config, indent=2) + "\n")
+    if args.html:
+        _write("--html", args.html, page.html(found))
     if args.as_json:
         print(
             json.dumps(
@@ -89,11 +102,14 @@ def run(args: argparse.Namespace, named: Callable[[str], Any]) -> int:
         )
     else:
         print(told.text(found))
-    if args.write:
-        Path(args.write).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if args.html:
-        Path(args.html).write_text(page.html(found), encoding="utf-8")
     return 0
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ArgumentError(f"{option} {path}: {exc.strerror}; name a file in a folder that can be written") from exc
 
 
 def _model(args: argparse.Namespace, named: Callable[[str], Any]) -> Any:

@@ -26,6 +26,7 @@ _GATED: tuple[str, ...] = (
     "phi3",
 )
 _GATED += ("deepseek_v2", "deepseek_v3", "olmo", "starcoder2_gated", "internlm2", "yi")
+_LAYERS, _WIDTH = 1 << 17, 1 << 31  # more is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Model:
         for field in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "inner", "top"):
             if type(n := getattr(self, field)) is not int or n < 1:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 1")
+        if self.layers > _LAYERS:
+            raise ArgumentError(f"model {self.name}: layers = {self.layers} must be at most {_LAYERS}")
+        for field in ("hidden", "heads", "vocab", "seq", "kv_heads", "inner", "top", "experts", "positions"):
+            if type(n := getattr(self, field)) is int and n > _WIDTH:
+                raise ArgumentError(f"model {self.name}: {field} = {n} must be at most {_WIDTH}")
         for field in ("experts", "positions"):
             if type(n := getattr(self, field)) is not int or n < 0:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 0")
@@ -238,7 +244,7 @@ def _from_sizes(text: str) -> Model:
         key, _, value = part.strip().partition("=")
         if key not in (*sizes, *flags):
             raise ArgumentError(f"model: {key!r} is no size; sizes are {', '.join((*sizes, *flags))}")
-        if not value.isdigit():
+        if not (value.isascii() and value.isdigit()):
             raise ArgumentError(f"model: {part.strip()!r}: expected a whole number ({', '.join(flags)}: 0 or 1)")
         found[key] = bool(int(value)) if key in flags else int(value)
     if missing := [k for k in sizes[:5] if k not in found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,9 +14,12 @@ from ...mesh import Mesh
 from ...schedule import KINDS, Costs, Schedule, Timeline, default_chunks
 from .cluster import Cluster
 from .models import Model
+from .space import OFFLOADS, Space
+from .why import Tier, impossible, missing
 
-OFFLOADS = ("none", "cpu", "nvme", "nvme+parameters")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_KEPT = 10_000  # layouts that a search hands back at most
+_BATCH = 1 << 51  # samples of a step: as many as the largest dp, micro-batch and accumulation make
 
 
 @dataclass(frozen=True)
@@ -220,49 +223,6 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Space:
-    """What may be chosen: sizes (0: any), and of ZeRO stages, offloads and schedules those that are listed. uneven:
-    replicas on unequal nodes may take different numbers of micro-batches. Stage 2 is left out where nobody asks for it:
-    here it holds and moves what stage 1 does (docs/design.md)."""
-
-    dp: int = 0
-    tp: int = 0
-    pp: int = 0
-    sp: int = 0
-    ep: int = 0
-    micro: int = 0
-    stages: Collection[int] = (0, 1, 3)
-    offloads: Collection[str] = OFFLOADS
-    recomputes: Collection[bool] = (False, True)
-    schedules: Collection[str] = KINDS
-    uneven: bool = True
-    exhaustive: bool = False
-
-    def core(self) -> _lib.PlannerSpace:
-        """ArgumentError for a name that is none."""
-        for kind, given, known in (
-            ("ZeRO stage", self.stages, (0, 1, 2, 3)),
-            ("offload", self.offloads, OFFLOADS),
-            ("schedule", self.schedules, KINDS),
-        ):
-            if unknown := [x for x in given if x not in known]:
-                raise ArgumentError(f"{kind} {unknown[0]!r} is none of {', '.join(map(str, known))}")
-
-        def mask(given: Collection[Any], known: Collection[Any]) -> int:
-            return sum(1 << i for i, k in enumerate(known) if k in given)
-
-        return _lib.PlannerSpace(
-            **{k: getattr(self, k) for k in ("dp", "tp", "pp", "sp", "ep", "micro")},
-            stages=mask(self.stages, range(4)),
-            offloads=mask(self.offloads, OFFLOADS),
-            recomputes=mask(self.recomputes, (False, True)),
-            schedules=mask(self.schedules, KINDS),
-            uneven=int(self.uneven),
-            exhaustive=int(self.exhaustive),
-        )
-
-
-@dataclass(frozen=True)
 class Found:
     """What a search gives: the layouts that fit, fastest first; how many it priced; the fastest whatever it needs, and
     the one that needs least of what there is (its overflow says how much)."""
@@ -279,8 +239,8 @@ def case_of(cluster: Cluster, model: Model, batch: int | None = None, precision:
     if precision not in _BYTES:
         raise ArgumentError(f"precision {precision!r} is none of {', '.join(_BYTES)}")
     batch = 4 * cluster.ranks if batch is None else batch
-    if batch < 1:
-        raise ArgumentError(f"batch {batch} must be at least 1")
+    if type(batch) is not int or not 1 <= batch <= _BATCH:
+        raise ArgumentError(f"batch {batch!r} must be a whole number from 1 to {_BATCH}: samples of a step")
     return Case(cluster, model, batch, precision)
 
 
@@ -304,15 +264,16 @@ def price(case: Case, layout: Layout, uneven: bool = True) -> Predicted:
 
 def search(case: Case, space: Space | None = None, keep: int = 8) -> Found:
     """The `keep` fastest layouts that fit. ArgumentError if none is possible at all, whatever it needs."""
+    if not 1 <= keep <= _KEPT:
+        raise ArgumentError(f"keep {keep} must be 1 to {_KEPT} layouts")
+    space = space or Space()
     kinds, n, model = case.core()
     found, told = (_lib.PlannerFound * keep)(), _lib.PlannerTold()
-    call("dc_planner_search", kinds, n, model, (space or Space()).core(), found, keep, ctypes.byref(told))
+    call("dc_planner_search", kinds, n, model, space.core(), found, keep, ctypes.byref(told))
     if not told.visited:
         raise ArgumentError(
-            f"no layout of {case.cluster.ranks} ranks is possible for {case.model.name}: {case.model.heads} heads,"
-            f" {case.model.layers} blocks and {case.batch} samples a step can't be cut so. Choose a batch that data-"
-            "parallel ranks divide, or leave the axes free; tensor-parallel ranks are looked at where they divide the"
-            " heads, of keys too"
+            f"no layout of {case.cluster.ranks} ranks is possible for {case.model.name}:"
+            f" {impossible(case.cluster, case.model, case.batch, space)}"
         )
 
     def of(f: _lib.PlannerFound) -> Predicted:
@@ -327,19 +288,16 @@ def require_fit(found: Found) -> Predicted:
     if found.best:
         return found.best[0]
     near, cost = found.closest, found.closest.cost
-    needs = []
-    for tier, need, room in (
-        ("memory of a device", cost.device_bytes, cost.device_room),
-        ("memory of a node", cost.host_bytes, cost.host_room),
-        ("disk of a node", cost.disk_bytes, cost.disk_room),
-    ):
-        if need > room:
-            needs.append(f"{need / 2**30:.4g} GiB of {tier} (there are {room / 2**30:.4g})")
-    more = max(2, -(-round(cost.overflow * 1000) // 1000))
+    tiers = [
+        Tier("memory of a device", cost.device_bytes, cost.device_room),
+        Tier("memory of a node", cost.host_bytes, cost.host_room),
+        Tier("disk of a node", cost.disk_bytes, cost.disk_room),
+    ]
+    nodes = f"about {max(2, math.ceil(cost.overflow))} times the nodes, " if math.isfinite(cost.overflow) else ""
     raise OutOfMemoryError(
         f"no layout of {near.case.model.name} fits on {near.case.cluster.name}. Closest: {near.layout}; it needs"
-        f" {' and '.join(needs)}. What would make it fit: that much memory, about {more} times the nodes, fewer"
-        " samples or shorter sequences, or a disk (memory.disk, bandwidth.disk) to offload to"
+        f" {missing(tiers)}. What would make it fit: that much memory, {nodes}fewer samples or shorter sequences, or a"
+        " disk (memory.disk, bandwidth.disk) to offload to"
     )
 
 
