@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/p2p.h"
 #include "ranks.h"
 
 using namespace ranks;
