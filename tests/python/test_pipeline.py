@@ -431,11 +431,18 @@ def _in_place(rank, world, schedule):
 def test_stages_may_begin_in_place(schedule):
     (whole,) = run_ranks(_in_place, 1, "1f1b")
     stages = run_ranks(_in_place, 2, schedule)
-    assert all(losses == whole[0] for losses, _ in stages) and len(set(whole[0])) == 3
+    # Where the weights' gradients come later, BLAS adds them to the sum as it makes them: MKL on processors without
+    # AVX-512 rounds then otherwise than it does for the product and the sum apart.
+    rounding = 1e-6 if schedule == "zb-v" else 0
+    assert len(set(whole[0])) == 3
+    for losses, _ in stages:
+        assert losses == pytest.approx(whole[0], rel=rounding, abs=0)
     parts = [p for _, weights in stages for p in weights]
     if schedule == "zb-v":  # the first rank has the first and the last quarter of the layers
         parts = [*parts[:4], *parts[8:], *parts[4:8]]
-    assert len(parts) == len(whole[1]) and all(map(torch.equal, parts, whole[1]))
+    assert len(parts) == len(whole[1])
+    for mine, theirs in zip(parts, whole[1]):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=rounding * float(theirs.abs().max()))
 
 
 def test_what_a_stage_writes_is_told_to_the_one_before():
