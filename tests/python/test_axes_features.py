@@ -7,7 +7,7 @@ import pytest
 import test_moe_axes as moe
 import torch
 import torch.nn.functional as F
-from deepc.errors import ArgumentError, UnsupportedError
+from deepc.errors import ArgumentError, MisuseError, UnsupportedError
 from deepc.plan.mesh import Mesh
 from plainly import batch_loss
 from ranks import RankFailure, run_quietly
@@ -300,7 +300,7 @@ def _averages_again(rank, world, sizes, stage, folder):
     ("sizes", "stage"),
     [
         ({"pp": 2, "dp": 2, "ep": 2}, 0),
-        ({"dp": 2, "tp": 2}, 3),
+        pytest.param({"dp": 2, "tp": 2}, 3, marks=pytest.mark.full),
         *(pytest.param({"dp": 2, "ep": 2, **s}, 1, marks=pytest.mark.full) for s in ({}, {"tp": 2}, {"sp": 2})),
     ],
     ids=str,
@@ -417,7 +417,7 @@ def of_samples(sizes, more):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"dp": 2}, {"sp": 2}, pytest.param({"dp": 2, "sp": 2}, marks=pytest.mark.full)], ids=str
+    "sizes", [{"sp": 2}, *(pytest.param({"dp": 2, **s}, marks=pytest.mark.full) for s in ({}, {"sp": 2}))], ids=str
 )
 def test_a_sum_of_gradients_is_over_samples(sizes):
     """As many times the mean as there are data-parallel ranks, whatever shares their sequences."""
@@ -469,3 +469,58 @@ def test_a_token_counts_once(sizes):
         for record, one in zip(found, want):
             assert record["tflops"] * record["time_s"] == pytest.approx(one["tflops"] * one["time_s"], rel=1e-6)
             assert record["tokens_per_s"] == pytest.approx(4 * POSITIONS / record["time_s"])
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------------
+class Mixture(nn.Module):
+    """Experts of a width that 2 ranks share unevenly, among layers that they have alike."""
+
+    def __init__(self, ep):
+        from deepc.parallel.expert import MoE
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, 13), nn.GELU(), nn.Linear(13, WIDTH))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, expert, 2, ep, k=1, enable_expert_tensor_parallelism=True)
+
+    def forward(self, x):
+        out, aux, _ = self.moe(torch.tanh(self.first(x)))
+        return self.last(out).square().mean() + 0.1 * aux
+
+
+def _compares_replicas(rank, world, ep, stage):
+    """(steps at which replicas were compared, what the error said once one had been changed)"""
+    import deepc
+    from test_tensor_whole import Mpu
+
+    deepc.init_distributed()
+    torch.manual_seed(0)
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": SGD}
+    engine, *_ = deepc.initialize(model=Mixture(ep), config=config, mpu=(mpu := Mpu(2)))
+    assert engine.mesh.shape == (1, 2, 1, 2) and engine.mesh.ep == ep
+    draw, looked, told = torch.Generator().manual_seed(7), [], ""
+    look = engine.unequal_replicas
+    engine.unequal_replicas = lambda steps: (looked.append(steps), look(steps))
+    for step in range(5):
+        if step == 4 and stage < 3 and rank == 1:
+            engine.module.last.bias.data.add_(1)
+        x = torch.randn(8, 4, WIDTH, generator=draw).chunk(2)[mpu.get_data_parallel_rank()]
+        try:
+            loss = engine(x)
+        except MisuseError as exc:
+            told = str(exc)
+            break
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return looked, told
+
+
+@pytest.mark.parametrize(
+    ("ep", "stage"), [(1, 1), *(pytest.param(ep, s, marks=pytest.mark.full) for ep, s in ((1, 3), (2, 0), (2, 3)))]
+)
+def test_replicas_are_compared_where_cut_experts_make_other_shards_of_states(ep, stage):
+    """Ranks with more of an expert own other elements of what all have alike; that is no difference."""
+    for looked, told in run_quietly(_compares_replicas, 4, ep, stage):
+        assert looked == [0, 1, 2, 3, 4]
+        assert stage == 3 or "last.bias was equal on the ranks that share the model, and after 4 steps differs" in told

@@ -9,7 +9,7 @@ nothing may begin equal as well (equal seeds), so the ranks compare again while 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ..errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
 from ..plan.mesh import Mesh
 from ..zero.parameters.gathered import is_zero_param
 from .tensor.cut import Cut, cuts_of
-from .tensor.group import TensorGroup
 
 _TENSOR = ("tensor_model", "slice", "model")  # Megatron's name, that of DeepSpeed's grids, and the old one of both
 _STAGES = ("pipeline_model", "pipe")
@@ -115,10 +114,13 @@ def _beside_cut_experts(model: torch.nn.Module) -> list[str]:
 
 
 def compare_again(
-    group: TensorGroup, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    gather_all: Callable[[torch.Tensor], torch.Tensor],
+    groups: Sequence[Sequence[int]],
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
 ) -> Callable[[int], None]:
     """What an engine calls with its number of steps before a forward: after 1, 2, 4, 8, ... steps it compares the
-    replicas. MisuseError on the ranks that share a model. Collective over the group."""
+    replicas. MisuseError on all ranks, also where one has none that differs, for it would wait for the others.
+    gather_all: [n] -> [ranks, n], of all ranks. groups: of those that share a model. Collective over all ranks."""
     due = 1
 
     def look(steps: int) -> None:
@@ -127,13 +129,15 @@ def compare_again(
             return
         due = 1 << steps.bit_length()
         named = list(parameters())
-        told = group.gather_all(torch.tensor(_checksums(t for _, t in named)))
-        for rank, words in enumerate(told.unbind()):
-            if not torch.equal(words, told[0]):
-                name = named[int((words != told[0]).nonzero()[0])][0]
+        told = gather_all(torch.tensor(_checksums(t for _, t in named)))
+        for ranks in groups:
+            for at, rank in enumerate(ranks):
+                if torch.equal(told[rank], told[ranks[0]]):
+                    continue
+                name = named[int((told[rank] != told[ranks[0]]).nonzero()[0])][0]
                 raise MisuseError(
                     f"initialize(mpu=...): {name} was equal on the ranks that share the model, and after {steps}"
-                    f" step{'s' * (steps != 1)} differs between model-parallel ranks 0 and {rank}: it is a shard that"
+                    f" step{'s' * (steps != 1)} differs between model-parallel ranks 0 and {at}: it is a shard that"
                     f" does not say so, or these ranks computed different gradients; {_FIX}"
                 )
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import zlib
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,18 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any], devic
 def keep_comparing(engine: EngineBase) -> None:
     """The ranks that share the model hold replicas of what is not cut, as initialize(mpu=) has found: forward goes on
     looking."""
-    named = [(n, p) for n, p in zip(engine.state.names, engine.state.trained) if id(p) not in engine.cuts]
-    group = tensor_group(engine.mesh)
-    engine.unequal_replicas = compare_again(group, lambda: ((n, _Access(engine, p).local_fp32()) for n, p in named))
+    everyone, groups = engine.everyone, engine.mesh.groups("tp")
+    trained = zip(engine.state.names, engine.state.trained)
+    named = {n: _Access(engine, p) for n, p in trained if id(p) not in engine.cuts}
+    # Each rank compares what it owns. Where experts are cut unevenly, ranks with the same replicas own other elements.
+    owned = zlib.crc32(str([(n, [(s.param_begin, s.length) for s in a.mine]) for n, a in named.items()]).encode())
+    told = everyone.gather_all(torch.tensor([owned])).view(-1).tolist()
+    alike = all(told[r] == told[ranks[0]] for ranks in groups for r in ranks)
+    engine.unequal_replicas = compare_again(
+        everyone.gather_all,
+        groups,
+        lambda: ((n, a.local_fp32() if alike else a.shard_fp32()) for n, a in named.items()),
+    )
 
 
 def cut_as_asked(model: torch.nn.Module, config: Config, replicas: bool = False, whole_logits: bool = False) -> None:

@@ -296,6 +296,11 @@ class _Access:
             return self.value().float()
         return self._whole(self.engine.state.window)
 
+    def shard_fp32(self) -> torch.Tensor:
+        """Of the shard that this rank has, of which others may own parts. Collective."""
+        self._catch_up()
+        return self.here(self.engine.state.window)
+
     def local_fp32(self) -> torch.Tensor:
         self._catch_up()
         return self._mine(self.engine.state.window)
