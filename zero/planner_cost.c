@@ -551,16 +551,23 @@ static double cost_hop_time(const dc__planner *p, const dc__shape *x, const dc_p
   return bytes * senders / at->net_rate + at->net_latency;
 }
 
+/* Seconds in which a rank of stage s gathers its parameters for a micro-batch, once for forward, once for backward. */
+static double cost_gathers(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l, int64_t s) {
+  const int moves = l->stage == 3 && x->dp * x->sp > 1 && p->nodes[0].device_bytes > 0;
+  return moves ? cost_gather_time(p, x, &x->at[s], cost_held_by(p, x, s), 0) : 0;
+}
+
 /* Time of a micro-batch in a rank's stages on nodes of each kind, as a part of what it is on x->at, the slowest in
- * every respect. */
+ * every respect. What is gathered takes all as long, and hides beside less where a node is fast. */
 static void cost_slower_kinds(const dc__planner *p, dc__shape *x, const dc_planner_layout *l) {
   for (int64_t s = 0; s < x->pp; s++) {
+    const double gather = cost_gathers(p, x, l, s);
     double f, b, kind_f, kind_b;
-    (void)cost_rank_time(p, x, l, s, &x->at[s], 0, &f, &b);
+    (void)cost_rank_time(p, x, l, s, &x->at[s], gather, &f, &b);
     for (int64_t k = 0; k < p->kinds; k++) {
       dc_planner_nodes at = x->at[s]; /* links and collectives: with the others */
       at.flops = p->nodes[k].flops, at.memory_rate = p->nodes[k].memory_rate, at.start = p->nodes[k].start;
-      (void)cost_rank_time(p, x, l, s, &at, 0, &kind_f, &kind_b);
+      (void)cost_rank_time(p, x, l, s, &at, gather, &kind_f, &kind_b);
       x->slower[s * DC_PLANNER_KINDS + k] = f + b > 0 ? (kind_f + kind_b) / (f + b) : 1;
     }
   }
@@ -648,8 +655,14 @@ static double cost_pipeline_time(const dc__planner *p, dc__shape *x, const dc_pl
   if (end >= *busy) return even;
   x->shared = 1;
   for (int64_t d = 0; d < l->dp; d++) x->most = x->micro_of[d] > x->most ? x->micro_of[d] : x->most;
-  *busy = end;
-  return end + ramp;
+  double gather = 0;
+  for (int64_t s = 0; s < x->pp; s++) gather = cost_at_least(gather, cost_gathers(p, x, l, s));
+  /* Who has fewer takes part in what the others gather, with nothing beside it. */
+  *busy = 0;
+  for (int64_t d = 0; d < l->dp; d++)
+    *busy = cost_at_least(*busy,
+                          (double)x->micro_of[d] * x->replica[d] + 2 * gather * (double)(x->most - x->micro_of[d]));
+  return *busy + ramp;
 }
 
 double dc__planner_least(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int uneven) {
@@ -710,7 +723,9 @@ static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_
   }
   if (l->offload == DC_OFFLOAD_PARAMS) {
     const double bytes = 2.0 * micro * owned * m->item * ranks;
-    t.offload += cost_above(bytes / at->disk_rate - m->overlap * micro * (x->forward[s] + x->backward[s]));
+    /* Beside what is computed and what is sent, but not beside more than there is time: a faster rank hides less. */
+    const double beside = micro * (x->forward[s] + x->backward[s]) + t.data;
+    t.offload += cost_above(bytes / at->disk_rate - m->overlap * beside);
   }
   return t;
 }
@@ -787,17 +802,13 @@ static void cost_stages_told(const dc__planner *p, const dc__shape *x, const dc_
   }
 }
 
-int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int uneven, dc_planner_cost *out,
-                     dc_planner_stage *stages, int64_t *micro_of) {
+static int cost_with_shares(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int uneven,
+                            dc_planner_cost *out, dc_planner_stage *stages, int64_t *micro_of) {
   *out = (dc_planner_cost){0};
-  const int cpu = p->nodes[0].device_bytes <= 0;
   double busy, least;
   int64_t slowest;
   for (int64_t s = 0; s < x->pp; s++) {
-    const double gather = l->stage == 3 && x->dp * x->sp > 1 && !cpu
-                              ? cost_gather_time(p, x, &x->at[s], cost_held_by(p, x, s), 0)
-                              : 0;
-    (void)cost_rank_time(p, x, l, s, &x->at[s], gather, &x->forward[s], &x->backward[s]);
+    (void)cost_rank_time(p, x, l, s, &x->at[s], cost_gathers(p, x, l, s), &x->forward[s], &x->backward[s]);
   }
   const double all = cost_pipeline_time(p, x, l, uneven, &busy, &slowest, &least);
   for (int64_t d = 0; micro_of && d < l->dp; d++) micro_of[d] = x->shared ? x->micro_of[d] : l->accumulation;
@@ -807,10 +818,7 @@ int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout
     if (t.data + t.update + t.offload > most.data + most.update + most.offload) most = t;
   }
   double f, b;
-  const double gather = l->stage == 3 && x->dp * x->sp > 1 && !cpu
-                            ? cost_gather_time(p, x, &x->at[slowest], cost_held_by(p, x, slowest), 0)
-                            : 0;
-  const parts t = cost_rank_time(p, x, l, slowest, &x->at[slowest], gather, &f, &b);
+  const parts t = cost_rank_time(p, x, l, slowest, &x->at[slowest], cost_gathers(p, x, l, slowest), &f, &b);
   const double m = f + b > 0 ? busy / (f + b) : 0;
   out->compute = m * (t.forward.compute + t.backward.compute);
   out->tensor = m * (t.forward.tensor + t.backward.tensor);
@@ -823,6 +831,16 @@ int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout
   out->step = all + most.data + most.update + most.offload;
   if (stages) cost_stages_told(p, x, l, stages);
   return cost_memory_of(p, x, l, out, stages);
+}
+
+int dc__planner_cost(const dc__planner *p, dc__shape *x, const dc_planner_layout *l, int uneven, dc_planner_cost *out,
+                     dc_planner_stage *stages, int64_t *micro_of) {
+  DC_TRY(cost_with_shares(p, x, l, uneven, out, stages, micro_of));
+  if (!x->shared) return DC_OK;
+  /* More micro-batches on fast nodes are more reductions for all: equal shares may be faster in the end. */
+  dc_planner_cost even;
+  DC_TRY(cost_with_shares(p, x, l, 0, &even, NULL, NULL));
+  return cost_with_shares(p, x, l, even.step >= out->step, out, stages, micro_of);
 }
 
 int dc_planner_cost_of(const dc_planner_nodes *nodes, int64_t kinds, const dc_planner_model *model,

@@ -216,7 +216,7 @@ TEST(planner, shares_let_the_last_replica_be_done_soonest) {
     std::vector<dc_planner_nodes> kinds;
     for (int64_t k = 0; k < n; k++)
       kinds.push_back(node(1 + (int64_t)(draw() % 2), 1, 1e13 * (1 + (double)(draw() % 5)), 1e12));
-    for (auto &k : kinds) k.start = 0, k.memory_rate = 1e30; /* products alone take time */
+    for (auto &k : kinds) k.start = k.net_latency = 0, k.memory_rate = k.net_rate = 1e30; /* products alone take time */
     dc_planner_layout l{};
     for (const auto &k : kinds) l.dp += k.nodes;
     l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.schedule = DC_SCHEDULE_1F1B;
@@ -330,4 +330,4 @@ TEST(planner, errors) {
   EXPECT_EQ(dc_planner_cost_of(nullptr, 1, &s.model, &good, 0, &c, nullptr, nullptr), DC_E_INVALID);
 }
 
-}  // namespace
+} // namespace
