@@ -655,13 +655,14 @@ static double cost_pipeline_time(const dc__planner *p, dc__shape *x, const dc_pl
   if (end >= *busy) return even;
   x->shared = 1;
   for (int64_t d = 0; d < l->dp; d++) x->most = x->micro_of[d] > x->most ? x->micro_of[d] : x->most;
-  double gather = 0;
-  for (int64_t s = 0; s < x->pp; s++) gather = cost_at_least(gather, cost_gathers(p, x, l, s));
+  x->gather = 0;
+  for (int64_t s = 0; s < x->pp; s++) x->gather = cost_at_least(x->gather, cost_gathers(p, x, l, s));
   /* Who has fewer takes part in what the others gather, with nothing beside it. */
   *busy = 0;
   for (int64_t d = 0; d < l->dp; d++)
     *busy = cost_at_least(*busy,
-                          (double)x->micro_of[d] * x->replica[d] + 2 * gather * (double)(x->most - x->micro_of[d]));
+                          (double)x->micro_of[d] * x->replica[d] + 2 * x->gather * (double)(x->most - x->micro_of[d]));
+  x->busy = *busy;
   return *busy + ramp;
 }
 
@@ -696,6 +697,19 @@ static double cost_most_added(const dc__planner *p, const dc__shape *x, int64_t 
   return most;
 }
 
+/* Seconds of reductions, with each micro-batch, of `reduce` seconds each that replicas with unequal shares do not hide:
+ * who has fewer takes part in the others' with nothing beside it. */
+static double cost_reductions(const dc__planner *p, const dc__shape *x, double reduce) {
+  const double hidden = p->model->overlap * x->backward[0] / (x->forward[0] + x->backward[0]);
+  double end = 0;
+  for (int64_t d = 0; d < x->dp; d++) {
+    const double mine = (double)x->micro_of[d], others = (double)(x->most - x->micro_of[d]);
+    end = cost_at_least(end, mine * (x->replica[d] + cost_above(reduce - hidden * x->replica[d])) +
+                                 others * (2 * x->gather + reduce));
+  }
+  return end - x->busy;
+}
+
 static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_planner_layout *l, int64_t s) {
   const dc_planner_model *m = p->model;
   const dc_planner_nodes *at = &x->at[s];
@@ -707,7 +721,8 @@ static once cost_once_a_step(const dc__planner *p, const dc__shape *x, const dc_
   const double times_a_step = x->pp > 1 ? 1 : micro;
   if (x->dp * x->sp > 1) {
     const double reduce = cost_reduce_time(x, at, h, l->stage, m->wire);
-    t.data = times_a_step * cost_above(reduce - m->overlap * x->backward[s]);
+    t.data = x->shared && x->pp == 1 ? cost_reductions(p, x, reduce)
+                                     : times_a_step * cost_above(reduce - m->overlap * x->backward[s]);
     if (l->stage == 1 || l->stage == 2) t.data += cost_states_collective(DC_ALL_GATHER, x, at, h, m->item);
     if (l->stage == 3 && cpu) t.data += cost_gather_time(p, x, at, h, 1);
   }

@@ -31,6 +31,7 @@ typedef struct dc__shape {
   double *replica;   /* [dp] */
   int64_t *micro_of; /* [dp] */
   int64_t most;      /* micro-batches of the replica that has most */
+  double busy, gather; /* where they are shared: seconds of the last replica; of gathering once for a micro-batch */
   int shared;        /* micro_of counts; else all take as many */
 } dc__shape;
 

@@ -128,7 +128,8 @@ TEST(planner, the_search_finds_the_best_of_all) {
 }
 
 TEST(planner, replicas_on_slow_nodes_take_fewer_micro_batches) {
-  const dc_planner_nodes nodes[] = {node(1, 1, 3e13, 1e12), node(1, 1, 1e13, 1e12)};
+  dc_planner_nodes nodes[] = {node(1, 1, 3e13, 1e12), node(1, 1, 1e13, 1e12)};
+  for (auto &n : nodes) n.net_rate = 1e12; /* else more reductions would cost more than the shares save */
   Subject s(4, 1024, 16);
   s.layers.front() = s.layers.back() = {};
   dc_planner_layout l{};

@@ -231,8 +231,13 @@ def test_unequal_nodes_get_work_in_proportion():
     assert stages[0].end > 2 * (stages[1].end - stages[1].begin)
     assert stages[0].forward == pytest.approx(stages[1].forward, rel=0.15)
     assert set(micro) == {12}
-    stages, micro = price(case, Layout(dp=16, stage=3, micro=1, accumulation=6, recompute=True)).stages()
+    lay = Layout(dp=16, stage=3, micro=1, accumulation=6, recompute=True)
+    fast = case_of(cluster(*nodes, network={"bandwidth": "1 TB/s"}), NAMED["gpt3-6.7b"], 96, "fp16")
+    stages, micro = price(fast, lay).stages()
     assert sum(micro) == 96 and micro[0] >= 2 * micro[-1] > 0
+    # over a slow network the reductions that go with each micro-batch take longer than unequal shares save
+    assert set(price(case, lay).stages()[1]) == {6}
+    assert price(case, lay).cost.step == price(case, lay, uneven=False).cost.step
 
 
 def test_what_does_not_fit_says_what_would():

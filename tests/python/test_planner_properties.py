@@ -34,9 +34,9 @@ def better(draw: random.Random, case, field: str):
         (Space(pp=1, uneven=False), (*RANKS, *BANDWIDTH, *MEMORY), 1e-9),
         (Space(), MEMORY, 1e-9),
         # The cut goes by the times of whole layers, and links are a part of them.
-        (Space(), BANDWIDTH, 1e-3),
+        (Space(), BANDWIDTH, 0.02),
         # Shares in whole micro-batches let the last be done soonest, and the number of reductions follows from them.
-        (Space(pp=1), RANKS, 0.06),
+        (Space(pp=1), RANKS, 0.02),
     ],
     ids=["one-stage", "memory", "bandwidth", "shares"],
 )
