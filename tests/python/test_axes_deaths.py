@@ -103,10 +103,14 @@ def _dying(rank, world, sizes, stage, experts, victim, moment, folder):
         assert isinstance(exc, CommError), told
     else:
         raise AssertionError(f"rank {rank} trained on without rank {victim}")
-    Path(folder, str(rank)).write_text(told)
-    while len(list(Path(folder).iterdir())) < world - 1:
-        time.sleep(0.01)
+    _until_all_are_told(folder, rank, told, world - 1)
     return told
+
+
+def _until_all_are_told(folder, rank, told, ranks):
+    Path(folder, str(rank)).write_text(told)
+    while len(list(Path(folder).iterdir())) < ranks:
+        time.sleep(0.01)
 
 
 def dies(sizes, stage, victim, moment, folder, nodes=""):
@@ -200,3 +204,41 @@ BETWEEN = [
 )
 def test_all_nodes_are_told_of_a_death(sizes, stage, victim, moment, nodes, tmp_path):
     dies(sizes, stage, victim, moment, tmp_path, nodes=nodes)
+
+
+def _raising(rank, world, sizes, culprit, folder):
+    """What a rank is told of one whose forward raises."""
+    from deepc.plan.mesh import Mesh
+
+    engine, batch = _engine(rank, Mesh.of(sizes), 1, False)
+
+    def no_label(*_):
+        raise ValueError("no such label")
+
+    if rank == culprit:
+        next(m for m in engine.module.modules() if not list(m.children())).register_forward_pre_hook(no_label)
+    try:
+        engine.train_batch(iter([batch, batch]))
+    except Exception as exc:
+        told = f"{type(exc).__name__}: {exc}"
+    _until_all_are_told(folder, rank, told, world)
+    return told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "culprit", "nodes"),
+    [({"pp": 2, "dp": 2}, 3, "aabb"), ({"pp": 2, "dp": 2}, 0, "abab"), ({"pp": 4}, 2, "abcd"), ({"pp": 4}, 1, "aabb")],
+    ids=moe.name_of,
+)
+def test_all_nodes_are_told_of_an_error_in_a_batch(sizes, culprit, nodes, tmp_path):
+    env = {"DEEPC_LOG_LEVEL": "WARNING"}
+    ranks = run_ranks(
+        _raising, len(nodes), args=(sizes, culprit, str(tmp_path)), env=env, timeout_s=1800.0, fresh=True, nodes=nodes
+    )
+    for rank, told in enumerate(ranks):
+        if rank == culprit:
+            assert told == "ValueError: no such label"
+        else:
+            assert told.startswith("AbortedError: "), told
+            assert f"rank {culprit}, in stage " in told and "ValueError: no such label" in told, told
