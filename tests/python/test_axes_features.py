@@ -300,6 +300,7 @@ def _averages_again(rank, world, sizes, stage, folder):
     ("sizes", "stage"),
     [
         ({"pp": 2, "dp": 2, "ep": 2}, 0),
+        ({"sp": 2}, 1),
         pytest.param({"dp": 2, "tp": 2}, 3, marks=pytest.mark.full),
         *(pytest.param({"dp": 2, "ep": 2, **s}, 1, marks=pytest.mark.full) for s in ({}, {"tp": 2}, {"sp": 2})),
     ],

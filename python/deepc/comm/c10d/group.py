@@ -164,6 +164,10 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self._open()
         _groups.add(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeepcProcessGroup:
+        """Copies of a module that refers to its ranks (an average with as_module) talk to the same ones."""
+        return self
+
     def _register_inner(self, options: Any, backend_options: Any) -> None:
         gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo/", self._store), self._rank, self._size, timeout=self._timeout
