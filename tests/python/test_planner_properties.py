@@ -33,12 +33,10 @@ def better(draw: random.Random, case, field: str):
         # One stage, equal shares: everything, to rounding.
         (Space(pp=1, uneven=False), (*RANKS, *BANDWIDTH, *MEMORY), 1e-9),
         (Space(), MEMORY, 1e-9),
-        # The cut goes by the times of whole layers, and links are a part of them.
-        (Space(), BANDWIDTH, 0.02),
         # Shares in whole micro-batches let the last be done soonest, and the number of reductions follows from them.
-        (Space(pp=1), RANKS, 0.02),
+        (Space(pp=1), (*RANKS, *BANDWIDTH), 0.02),
     ],
-    ids=["one-stage", "memory", "bandwidth", "shares"],
+    ids=["one-stage", "memory", "shares"],
 )
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(400), marks=pytest.mark.full)], ids=["30", "400"])
 def test_a_better_machine_is_not_slower(space, fields, within, seeds):
