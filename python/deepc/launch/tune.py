@@ -23,6 +23,7 @@ from typing import Any
 from ..config.tree import Config
 from ..errors import ArgumentError, DeepcError
 from ..plan.predict.search import planner
+from ..plan.predict.search import space as searched
 from ..plan.predict.search.cluster import Cluster
 from ..plan.predict.search.models import model_of
 
@@ -350,7 +351,7 @@ def _planned(args: argparse.Namespace, space: Space, precision: str) -> list[Poi
     if not (args.cluster and args.model):
         raise ArgumentError("tune: --cluster and --model belong together: the planner needs both")
     case = planner.case_of(Cluster.load(args.cluster), model_of(args.model), space.batch, precision)
-    free = planner.Space(tp=1, sp=1, ep=1, pp=space.stages, stages=space.zero, offloads=("none",), recomputes=(False,))
+    free = searched.Space(tp=1, sp=1, ep=1, pp=space.stages, stages=space.zero, offloads=("none",), recomputes=(False,))
     found = planner.search(case, free, 4)
     return [
         space.point(p.layout.micro, p.layout.stage, space.fuses[0], p.layout.schedule if space.stages > 1 else None)

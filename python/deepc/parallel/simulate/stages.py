@@ -54,7 +54,7 @@ class HopsOnPaper(Hops):
 
     def _start(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if tensor.numel():
-            self._under_way = [tensor.contiguous()]
+            self._under_way = [(tensor.contiguous(), to)]
 
     def _take(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         return tensor

@@ -58,8 +58,9 @@ def space_of(args: argparse.Namespace) -> Space:
             raise ArgumentError(
                 f"--{name} {size}: must be a whole number from 1 to {MOST}; leave --{name} out to have it chosen"
             )
+    sizes: dict[str, Any] = {n: getattr(args, n) or 0 for n in SIZES}
     return Space(
-        **{n: getattr(args, n) or 0 for n in SIZES},
+        **sizes,
         stages=free.stages if args.stage is None else (args.stage,),
         offloads=free.offloads if args.offload is None else (args.offload,),
         recomputes=free.recomputes if args.recompute is None else (args.recompute == "yes",),
