@@ -246,7 +246,8 @@ def spread(rank, sizes, stage, **more):
             **more,
         },
     )
-    return engine, lambda: batch_loss(engine, micro, lambda: engine(*next(data)), data, engine.everyone)
+    cast = (tuple(t.to(engine.dtype) for t in pair) for pair in data)
+    return engine, lambda: batch_loss(engine, micro, lambda: engine(*next(cast)), cast, engine.everyone)
 
 
 def whole(engine):
@@ -311,6 +312,88 @@ def test_an_average_is_of_the_whole_model(sizes, stage, tmp_path):
     ranks = run_quietly(_averages, size_of(sizes), sizes, stage, str(tmp_path))
     for found in (*ranks[1:], *run_quietly(_averages_again, 1, {}, 0, str(tmp_path))):
         same(found, ranks[0], 0)
+
+
+def _exports(rank, world, sizes, stage, folder):
+    """Weights and averages of an engine, and of its checkpoint."""
+    import deepc
+
+    engine, train = spread(rank, sizes, stage, bf16={"enabled": True})
+    average = deepc.EMA(engine, 0.5)
+    for _ in range(STEPS):
+        train()
+        average.update()
+    engine.save_checkpoint(f"{folder}/saved")
+    written = [deepc.export(s, f"{folder}/{n}") for n, s in (("weights", engine), ("averages", average))]
+    assert all(written) == (rank == 0) and len(set(map(tuple, written))) == 1
+    deepc.export(engine, f"{folder}/short", dtype="bf16")
+    if engine.mesh.sp == 1:
+        with pytest.raises(UnsupportedError, match="int8 does not exist: no rank has all layers"):
+            deepc.export(engine, f"{folder}/int8", dtype="int8")
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage"),
+    [
+        ({"pp": 2, "dp": 2, "ep": 2}, 1),
+        pytest.param({"pp": 2, "tp": 2}, 3, marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2, "ep": 2}, 2, marks=pytest.mark.full),
+        pytest.param({"dp": 2, "sp": 2}, 3, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_an_export_is_of_the_whole_model(sizes, stage, tmp_path):
+    """Bit for bit what the checkpoint has, from which one process exports."""
+    import deepc
+    from deepc.checkpoint import SafetensorsFile
+
+    def read(folder):
+        with SafetensorsFile(str(tmp_path / folder / "model.safetensors")) as f:
+            return {n: f.tensor(n).clone() for n in f.keys()}
+
+    run_quietly(_exports, size_of(sizes), sizes, stage, str(tmp_path))
+    for name, average in (("weights", None), ("averages", "ema")):
+        deepc.export(tmp_path / "saved", tmp_path / f"{name} of the checkpoint", average=average)
+        same(read(name), read(f"{name} of the checkpoint"), 0)
+    same(read("short"), {n: t.bfloat16() for n, t in read("weights").items()}, 0)
+
+
+def _exports_a_language_model(rank, world, sizes, folder):
+    import deepc
+    import transformers as t
+
+    torch.manual_seed(3)
+    model = t.LlamaForCausalLM(
+        t.LlamaConfig(
+            hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
+            num_hidden_layers=4, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    want = {n: p.detach().clone() for n, p in model.state_dict().items()}
+    ids = torch.arange(8).view(1, 8)
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch={"input_ids": ids, "labels": ids},
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": SGD,
+            **({"tensor_parallel": {"autotp_size": sizes["tp"]}} if "tp" in sizes else {}),
+            **({"pipeline": {"stages": sizes["pp"]}} if "pp" in sizes else {}),
+        },
+    )
+    deepc.export(engine, folder)
+    engine.destroy()
+    return want
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.full)], ids=str)
+def test_from_pretrained_loads_what_a_cut_model_exports(sizes, tmp_path):
+    t = pytest.importorskip("transformers")
+    want, _ = run_quietly(_exports_a_language_model, 2, sizes, str(tmp_path))
+    found = t.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(found) is t.LlamaForCausalLM and found.config.tie_word_embeddings
+    same(found.state_dict(), want, 0)
 
 
 def size_of(sizes):

@@ -8,7 +8,7 @@ into a module.
     ranks
 
 Tied weights are stored once and noted in the file's metadata. One tensor at a time is whole in memory, and at most one
-file's worth on rank 0."""
+file's worth on rank 0; where ranks share the model's tensors, stages or experts, rank 0 holds it all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ import torch
 
 from ...core import dtypes
 from ...core.ops import name_of, torch_dtype
-from ...errors import ArgumentError, CheckpointError
+from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
+from ...zero.tiers.windows import Window
 
 if TYPE_CHECKING:
     from ...checkpoint import SafetensorsFile
@@ -60,11 +61,12 @@ def export(
     `max_shard_bytes`), with config.json and generation_config.json (int8: in folder/config) where the module has a
     Hugging Face config. Returns the names of the files with weights.
 
-    source: an Engine at any stage (collective; fp32 values are the masters, unrounded; rank 0 writes), an EMA (its
-    averages), an InferenceEngine or a module (rank 0 writes), or the folder of a checkpoint (`tag`, else the latest;
-    `average`: the label of an EMA in it; run it in one process). dtype: of floating-point parameters and buffers;
-    "int8": of the weights of linear layers, while the rest stays fp32; not from a checkpoint's folder, which does not
-    know the layers. keep: patterns of parameter names that int8 leaves alone ("head.weight", "blocks.0.*")."""
+    source: an Engine at any stage, over any axes (collective; fp32 values are the masters, unrounded; rank 0 writes),
+    an EMA (its averages), an InferenceEngine or a module (rank 0 writes), or the folder of a checkpoint (`tag`, else
+    the latest; `average`: the label of an EMA in it; run it in one process). dtype: of floating-point parameters and
+    buffers; "int8": of the weights of linear layers, while the rest stays fp32; not from a checkpoint's folder, nor
+    where ranks share the model: neither knows all layers. keep: patterns of parameter names that int8 leaves alone
+    ("head.weight", "blocks.0.*")."""
     from ...checkpoint import write_model
 
     wanted = dtype_of(dtype)
@@ -76,6 +78,12 @@ def export(
             "averages"
         )
     weights = _Source(source)
+    if weights.in_parts and wanted == torch.int8:
+        raise UnsupportedError(
+            "export of an engine whose ranks share the model to int8 does not exist: no rank has all layers. Export it"
+            " to fp32, and that in one process: deepc.export(deepc.inference(model, checkpoint=folder), other,"
+            ' dtype="int8")'
+        )
     rows = weights.rows(wanted, keep)
     metadata = {**weights.ties(wanted, keep), "deepc.weights": name_of(wanted)}
     written: list[str] = []
@@ -123,7 +131,14 @@ class _Source:
                 f"{type(source).__name__}"
             )
         self.module: torch.nn.Module = self.engine.module if self.engine is not None else holder
-        self.rank = _rank() if self.engine is None else self.engine.global_rank + self.engine.copy  # 0 writes
+        # of an engine over several axes this rank has a part
+        self.in_parts = self.engine is not None and (
+            self.engine.part is not None or bool(self.engine.cuts) or bool(self.engine.spread)
+        )
+        if self.engine is None:
+            self.rank = _rank()  # 0 writes
+        else:
+            self.rank = self.engine.everyone.rank if self.in_parts else self.engine.global_rank + self.engine.copy
         self._trained = {id(p) for p in self.engine.state.trained} if self.engine is not None else set()
         self._frozen = {id(p) for _, p in self.engine.state.frozen} if self.engine is not None else set()
 
@@ -136,6 +151,8 @@ class _Source:
 
     def ties(self, dtype: torch.dtype, keep: Sequence[str]) -> dict[str, str]:
         """Further names of a tensor -> the name it is stored under."""
+        if self.in_parts:
+            return cast("EngineBase", self.engine).ties()
         first: dict[int, str] = {}
         quantized = int8.quantizable(self.module, keep) if dtype == torch.int8 else {}
         ties = {}
@@ -149,6 +166,9 @@ class _Source:
     def rows(self, dtype: torch.dtype, keep: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor as it is stored), each tensor once, read when it is asked for. Collective if an engine holds
         the weights."""
+        if self.in_parts:
+            yield from self._of_all_ranks(dtype)
+            return
         quantized = int8.quantizable(self.module, keep) if dtype == torch.int8 else {}
         floats = torch.float32 if dtype == torch.int8 else dtype
         scales = {
@@ -170,6 +190,30 @@ class _Source:
                 yield name, int8.dequantize(self._read(t), self._read(scales[id(t)]), floats)
             elif id(t) not in as_scales or dtype == torch.int8:
                 yield name, self._read(t).to(t.dtype if not t.is_floating_point() else floats)
+
+    @torch.no_grad()
+    def _of_all_ranks(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same of all stages, shards and experts, on the rank that writes; else nothing. Collective."""
+        from ..states.access import of_all_ranks
+
+        engine = cast("EngineBase", self.engine)
+        own, ties = {name: self._shard(t) for name, t in self._named()}, engine.ties()
+        whole = of_all_ranks(engine, own, keeps=self.rank == 0)
+        for name, t in whole.items() if self.rank == 0 else ():
+            if name not in ties:
+                yield name, t.to(dtype) if t.is_floating_point() else t
+
+    def _shard(self, t: torch.Tensor) -> torch.Tensor:
+        """What this rank has of `t`, trained ones in fp32. Collective over those that own parts of it."""
+        from ..states.access import _Access
+
+        if id(t) not in self._trained:
+            return self._read(t)
+        access = _Access(cast("EngineBase", self.engine), t)
+        if self.average is None:
+            return access.shard_fp32()
+        average = self.average
+        return access.here(lambda s: Window(average.piece(s)))
 
     @torch.no_grad()
     def _read(self, t: torch.Tensor) -> torch.Tensor:
