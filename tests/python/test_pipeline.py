@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc.errors import ArgumentError, UnsupportedError
+from deepc.errors import AbortedError, ArgumentError, UnsupportedError
 from ranks import run_ranks as _run_ranks
 from tiny import Block
 from torch import nn
@@ -364,7 +366,6 @@ def test_what_does_not_go_between_stages_is_refused_before_it_is_sent(value, kin
 def _widest(rank, world):
     """16 values of 8 dimensions reach the other rank; then 17, of which both hear."""
     import deepc
-    from deepc.errors import AbortedError
     from deepc.pipe import PipelineModule
 
     class Many(nn.Module):
@@ -563,7 +564,7 @@ def test_what_can_not_be_is_refused():
 
 def _uneven(rank, world):
     """Rank 1 is out of data, then asks for another batch; then all goes on; then its loss function raises."""
-    from deepc.errors import AbortedError, MisuseError
+    from deepc.errors import MisuseError
 
     engine, told = _engine(2, {"gradient_accumulation_steps": 2}), []
     data = batches(0, 2, 1)
@@ -591,6 +592,28 @@ def test_what_one_rank_can_not_do_is_an_error_on_all():
     assert first[1] == last[1] and "rank 0 eval_batch of 1, rank 1 eval_batch of 2" in first[1]
     assert "stage 1 of a pipeline, broke off a batch: ValueError: no such label" in first[2]
     assert last[2] == "no such label"
+
+
+def _does_not_fit(rank, world):
+    """Stage 1 of a pipeline takes 9 features, and gets 8."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    chain = [nn.Linear(8, 8), nn.Linear(9, 9)]
+    model = PipelineModule(chain, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine, *_ = deepc.initialize(model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
+    with pytest.raises(RuntimeError if rank == 1 else AbortedError) as caught:
+        engine.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 8))] * 2))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def test_what_a_stage_can_not_take_from_the_one_before_is_named_on_all_ranks():
+    first, last = run_ranks(_does_not_fit, 2)
+    assert "rank 1, in stage 1 of a pipeline, broke off a batch: RuntimeError: mat1 and mat2 shapes" in first
+    assert "(its forward got float32 [2, 8] from the stage before)" in first
+    if sys.version_info >= (3, 11):
+        assert last.endswith("in stage 1 of a pipeline: its forward got float32 [2, 8] from the stage before")
 
 
 def _leaves_out(rank, world, folder):

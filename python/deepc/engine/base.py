@@ -279,10 +279,10 @@ class EngineBase(ModelWrapper):
         at = self.mesh.coordinates(self.everyone.rank)
         return (at.tp == 0 or id(p) in self.cuts) and (at.ep == 0 or id(p) in self.spread)
 
-    def break_groups(self, what: str, error: BaseException) -> BaseException:
+    def break_groups(self, what: str, error: BaseException, more: str = "") -> BaseException:
         """Ranks that wait for this one get an error at once: `error` if that came from a group, else an AbortedError of
-        what this rank broke off. Returns what to raise. The engine must be made again."""
-        reason = f"{what}: {type(error).__name__}: {error}"
+        what this rank broke off, and more. Returns what to raise. The engine must be made again."""
+        reason = f"{what}: {type(error).__name__}: {error}{more and f' ({more})'}"
         return end_with([self.everyone, self.group], opened_comms(self.mesh), error, reason)
 
     def step_is_whole(self) -> None:

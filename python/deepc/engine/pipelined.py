@@ -18,7 +18,7 @@ import torch
 from ..comm.groups import lost
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
-from ..parallel.pipeline.hops import Hops
+from ..parallel.pipeline.hops import Hops, in_words
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..zero.parameters.param import version_of
@@ -43,6 +43,7 @@ class PipelineEngine(Engine):
 
     part: Part
     _wants_loss = True
+    _given = ""  # what the stage was given whose forward raised
     _begun = 0  # batches of training
     _shows = False  # whether this one is measured, for a run's folder
 
@@ -266,8 +267,8 @@ class PipelineEngine(Engine):
         try:
             yield
         except BaseException as exc:
-            rank, stage = self.everyone.rank, self.stage_id
-            told = self.break_groups(f"rank {rank}, in stage {stage} of a pipeline, broke off a batch", exc)
+            what = f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch"
+            told = self.break_groups(what, exc, self._given)
             self.state.fail(told)
             if told is not exc:
                 raise told from exc
@@ -316,6 +317,12 @@ class PipelineEngine(Engine):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)
             self.state.meet()
+        except Exception as exc:
+            if not first and not isinstance(exc, DeepcError):  # what comes from the stage before may not suit it
+                self._given = f"its forward got {in_words(received)} from the stage before"
+                if hasattr(exc, "add_note"):  # since Python 3.11
+                    exc.add_note(f"in stage {stage} of a pipeline: {self._given}")
+            raise
         finally:
             self.events.end("forward", out if last else None)
         if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):

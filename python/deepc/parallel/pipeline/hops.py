@@ -113,6 +113,15 @@ class Hops:
         return tensor
 
 
+def in_words(value: Any) -> str:
+    """What goes between stages, for messages: "(float32 [2, 8], None)"."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(in_words, value))})"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return str(value)
+
+
 def _header(value: Any, tensors: Sequence[Any]) -> torch.Tensor:
     if len(tensors) > _MOST_TENSORS or not tensors:
         raise ArgumentError(
