@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -183,3 +186,40 @@ def test_a_script_is_tuned(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     assert "going on after 3 trials" in capsys.readouterr().out
     assert tune._steps(next(Path("autotuning_results").glob("*/run/metrics.jsonl")))[-1]["step"] >= 8
+
+
+def _that_train(folder):
+    """Processes whose command names the folder's script."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and str(folder / "train.py") in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.full
+def test_a_tuning_that_is_killed_trains_no_further_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, state = tmp_path / "train.py", tmp_path / "results"
+    script.write_text(textwrap.dedent(TRAINING))
+    Path("ds.json").write_text(json.dumps({**BASE, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    options = ["--num_ranks", "2", "--trials", "3", "--results", str(state)]
+    command = ["tune", *options, "ds.json", str(script), "--config", "ds.json"]
+
+    def done():
+        return [t for f in state.glob("*.json") for t in json.loads(f.read_text()).get("trials", ())]
+
+    with subprocess.Popen([sys.executable, "-m", "deepc", *command], stdout=subprocess.DEVNULL) as tuning:
+        while not (done() and len(list(state.glob("*/run/metrics.jsonl"))) > 1):  # in the second trial
+            assert tuning.poll() is None
+            time.sleep(0.05)
+        tuning.kill()
+    before = done()
+    assert 1 <= len(before) < 3
+    while _that_train(tmp_path):  # a hang is what fails
+        time.sleep(0.05)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"going on after {len(before)} trials" in shown and "trial 3 of at most 3" in shown
+    assert done()[: len(before)] == before and len(done()) == 3

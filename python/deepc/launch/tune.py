@@ -6,6 +6,7 @@ state file: a tuning that was interrupted goes on. docs/tuning.md."""
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -26,6 +27,7 @@ from ..plan.predict.search import planner
 from ..plan.predict.search import space as searched
 from ..plan.predict.search.cluster import Cluster
 from ..plan.predict.search.models import model_of
+from .host.rank import die_with_launcher
 
 _GRACE_S = 20.0  # for the ranks of a trial to end
 _SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
@@ -267,6 +269,7 @@ def measure(point: Point, config: Mapping[str, Any], command: list[str], folder:
         process = subprocess.Popen(
             [str(file) if word == "{config}" else word for word in command],
             stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+            preexec_fn=functools.partial(die_with_launcher, signal.SIGTERM),  # who trains on after a killed tuning?
         )  # fmt: skip
         end = time.monotonic() + limit_s
         try:
