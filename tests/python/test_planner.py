@@ -297,6 +297,14 @@ def test_pages_and_texts_of_many_layouts():
             assert page.html(found).endswith("</html>\n")
 
 
+def test_the_page_shows_the_least_room_of_a_stage():
+    """Whichever of the nodes comes first."""
+    small, large = ({**CPU, "count": 1, "memory": {"host": f"{n} GiB"}, "bandwidth": {"device": 8e9}} for n in (32, 64))
+    for nodes in ([large, small], [small, large]):
+        found = search(case_of(cluster(*nodes), NAMED["gpt2"], 8, "fp32"), Space(dp=8, micro=1, uneven=False))
+        assert " of 8 GiB</text>" in page.html(found) and " of 16 GiB</text>" not in page.html(found)
+
+
 def test_mesh_of_a_layout_is_torchs_device_mesh():
     """plan/mesh.py owns the axes: a layout's ranks are where DeviceMesh has them."""
     mesh = Layout(dp=2, tp=4, pp=4).mesh(8)

@@ -7,6 +7,7 @@ from html import escape
 
 from ..timeline import svg as timeline_svg
 from . import told
+from .cluster import Nodes
 from .planner import Found, Predicted
 
 _STAGE = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#e15759", "#9c755f")
@@ -191,6 +192,11 @@ def _bar(name: str, parts: list[tuple[str, float, str]], room: float, y: int) ->
     return "".join(out)
 
 
+def _room(n: Nodes) -> float:
+    """A rank's, of its device or of its node's memory."""
+    return n.device_bytes or n.host_bytes / n.ranks
+
+
 def _memory(p: Predicted) -> str:
     stages, _ = p.stages()
     cost, layout = p.cost, p.layout
@@ -199,8 +205,8 @@ def _memory(p: Predicted) -> str:
     bars, y = [], 0
     for rank in range(min(layout.pp, 16)):
         s = next(s for s in stages if s.rank == rank)
-        kind = min((places[i][1] for i in range(rank * width, (rank + 1) * width)), key=lambda n: n.device_bytes)
-        room = kind.device_bytes or kind.host_bytes / kind.ranks
+        kind = min((places[i][1] for i in range(rank * width, (rank + 1) * width)), key=lambda n: _room(n) - n.reserve)
+        room = _room(kind)
         parts = [
             ("before training", kind.reserve, "#bab0ac"),
             ("model states", s.states_bytes, "#4e79a7"),
