@@ -113,7 +113,7 @@ def _until_all_are_told(folder, rank, told, ranks):
         time.sleep(0.01)
 
 
-def dies(sizes, stage, victim, moment, folder, nodes=""):
+def dies(sizes, stage, victim, moment, folder, nodes="", backend="deepc"):
     ranks = run_ranks(
         _dying,
         moe.ranks_of(sizes),
@@ -122,6 +122,7 @@ def dies(sizes, stage, victim, moment, folder, nodes=""):
         may_die=[victim],
         timeout_s=1800.0,
         nodes=nodes,
+        backend=backend,
     )
     assert ranks[victim] is None
     for rank, told in enumerate(ranks):
@@ -204,6 +205,16 @@ BETWEEN = [
 )
 def test_all_nodes_are_told_of_a_death(sizes, stage, victim, moment, nodes, tmp_path):
     dies(sizes, stage, victim, moment, tmp_path, nodes=nodes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "stage", "victim", "moment"),
+    [({"pp": 2, "dp": 2}, 1, 3, "forward"), ({"pp": 4}, 0, 1, "backward"), ({"dp": 2, "tp": 2}, 2, 0, "step")],
+    ids=moe.name_of,
+)
+def test_all_ranks_are_told_where_gloo_carries_messages(sizes, stage, victim, moment, tmp_path):
+    dies(sizes, stage, victim, moment, tmp_path, backend="gloo")
 
 
 def _raising(rank, world, sizes, culprit, folder):

@@ -25,7 +25,7 @@ from ..core.foreign import private
 from ..core.telemetry import waits
 from ..errors import CommError, UnsupportedError
 from ..plan.plan import CONTROL_SLOT_BYTES
-from .failures import break_messages, meaning, shortened, translated
+from .failures import is_closed, meaning, shortened, translated
 from .internode.link import Link
 from .place import Places, discover
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .internode.hierarchy import Hierarchy
     from .shared import Comm, Segment
 
+_DYING_S = 1.0  # from when the kernel closes a dying process' connections to when it is dead
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -485,7 +486,6 @@ def end_with(
             comm.fail(error)
         else:
             comm.abort(reason)
-    break_messages(dist.group.WORLD)
     return error
 
 
@@ -493,12 +493,18 @@ def lost(group: Group, rank: int, doing: str, error: RuntimeError) -> BaseExcept
     """What to raise for a message with `rank` of `group` that torch's backend carried and ended with `error`."""
     if isinstance(group, MultiNodeGroup):
         return group.link.lost(rank, doing, str(error))
+    said = str(error)
     if isinstance(group, NodeGroup):
+        end = time.monotonic() + (_DYING_S if is_closed(said) else 0.0)
         try:
-            group.comm.waits(rank, f"in {doing}")
+            while True:
+                group.comm.waits(rank, f"in {doing}")
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.01)
+            group.comm.waits(-1, "")
         except CommError as found:
             return found
-    said = str(error)
     return meaning(said)(f"rank {group.rank} was in {doing}: rank {rank} died, left or broke off ({shortened(said)})")
 
 

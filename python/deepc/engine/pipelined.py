@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from ..comm.failures import break_messages
 from ..comm.groups import lost
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
@@ -273,6 +275,12 @@ class PipelineEngine(Engine):
             if told is not exc:
                 raise told from exc
             raise
+
+    def break_groups(self, what: str, error: BaseException, more: str = "") -> BaseException:
+        """See EngineBase; and whoever waits for a message."""
+        told = super().break_groups(what, error, more)
+        break_messages(dist.group.WORLD)
+        return told
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
         """`count` micro-batches, Nones on a rank that reads none."""
