@@ -266,7 +266,10 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
         if given.model_parameters is not None
         else [p for p in engine.module.parameters() if p.requires_grad]
     )
-    params = without(params, engine.elsewhere())
+    elsewhere = engine.elsewhere()
+    if engine.part is not None:
+        elsewhere |= engine.part.let_go()
+    params = without(params, elsewhere)
     if optimizer is not None:
         if cfg is not None:
             say(engine, "an optimizer object was passed: the config's optimizer section is not used")
@@ -280,8 +283,8 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
                 "optimizer must be a torch.optim.Optimizer or a function that makes one from parameters, got"
                 f" {type(made).__name__}"
             )
-        for group in made.param_groups if engine.elsewhere() else ():
-            group["params"] = without(group["params"], engine.elsewhere())
+        for group in made.param_groups if elsewhere else ():
+            group["params"] = without(group["params"], elsewhere)
         return made
     if not params:
         raise ArgumentError(

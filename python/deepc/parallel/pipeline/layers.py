@@ -300,6 +300,9 @@ class PipelineModule(torch.nn.Module):
     def names(self) -> dict[str, str]:
         return {}
 
+    def let_go(self) -> frozenset[int]:
+        return frozenset()  # what other ranks hold was never made here
+
     def blocks(self) -> list[torch.nn.Module]:
         if not any(self._repeats):
             raise ConfigError(

@@ -50,6 +50,10 @@ class Part(Protocol):
     @property
     def wants_batch(self) -> bool: ...
 
+    def let_go(self) -> frozenset[int]:
+        """ids of parameters that the model had before it was cut and other ranks hold now, as far as somebody still
+        has them: an optimizer, or a list of what is to be trained."""
+
     def blocks(self) -> list[torch.nn.Module]:
         """What a budget of recomputation may compute again here: modules that repeat a class, whose calls run whole.
         ConfigError where the whole model has none."""

@@ -71,6 +71,24 @@ class Region:
         if self._random is not None:
             self._random.leave()
 
+    # ---- hooks of a dropout that does not draw as what stands around it ----
+    def whole_begins(self, *_: Any) -> None:
+        """Its input is whole, in the midst of the region."""
+        if self._random is not None:
+            self._random.step_out()
+
+    def whole_ends(self, *_: Any) -> None:
+        if self._random is not None:
+            self._random.step_in()
+
+    def part_begins(self, *_: Any) -> None:
+        """Its input is a part, behind the region's end."""
+        if self._random is not None:
+            self._random.enter()
+
+    def part_ends(self, *_: Any) -> None:
+        self.leave_random()
+
 
 class _Parallel(_Fused):
     """cuts: see cut.py. region: shared with the other layers of it. gathers: the outputs come together at the end."""
@@ -229,6 +247,18 @@ def cut_module(
         ("head", False): ParallelHead,
     }[kind, transposed]
     own.__class__ = _fused_class(type(module), mixin)
+
+
+def draw_as_layer(adapted: Any, kind: str, region: Region) -> None:
+    """The dropouts of a layer's adapters, which run behind the layer: that of a column-parallel one (of `region`) has
+    whole inputs, which are dropped alike on all ranks; that of a row-parallel one has parts."""
+    drops = [m for m in getattr(adapted, "lora_dropout", {}).values() if isinstance(m, nn.Dropout)]
+    if kind == "row":
+        region = Region(region.group, adapted)
+    begins, ends = (region.part_begins, region.part_ends) if kind == "row" else (region.whole_begins, region.whole_ends)
+    for drop in drops:
+        drop.register_forward_pre_hook(begins)
+        drop.register_forward_hook(ends, always_call=True)
 
 
 def _refuse_replaced(module: nn.Module) -> None:

@@ -17,10 +17,10 @@ from ...zero.parameters.gathered import is_zero_param
 from ..judged import refuse_released
 from .cut import Cut, Heads, cuts_of
 from .group import TensorGroup, group_of, whole_state_dict
-from .layers import Region, cut_module, is_conv1d, replicate_module
+from .layers import Region, cut_module, draw_as_layer, is_conv1d, replicate_module
 from .random import same_state
 from .regions import sum_gradients
-from .rules import Rule, rules_of
+from .rules import Rule, adapted, around, is_adapted, is_adapter, rules_of
 
 _FIX = (
     'Give patterns of module names: "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns":'
@@ -81,7 +81,7 @@ def cut_model(
     summary = TensorSummary(group.size, source or "enable_expert_tensor_parallelism of MoE")
     done: dict[int, Cut] = {}
     regions: dict[str, Region] = {}
-    last = Region(group)
+    last = ended = Region(group)
     for name, module, rule in found:
         kind = rule.kind
         if kind == "skip":
@@ -90,9 +90,13 @@ def cut_model(
             for p in module.parameters(recurse=False):
                 sum_gradients(p, group)
         else:
-            parent = name.rpartition(".")[0]
+            parent = around(name)
             owner = model.get_submodule(parent)
-            if kind == "column" and not rule.gathers:
+            if is_adapter(name):  # its input is not the layer's, its cut is
+                of_layer = ended if kind == "row" else regions.get(parent, last)
+                region = Region(group)
+                region.heads = of_layer.heads
+            elif kind == "column" and not rule.gathers:
                 if parent not in regions:
                     regions[parent] = Region(group, owner)
                 last = region = regions[parent]
@@ -100,8 +104,8 @@ def cut_model(
                     region.heads = uneven[parent][1]
             else:
                 region = last if kind == "row" else Region(group)
-            if kind == "row":  # ends the region: another that the module around begins is its own
-                last = Region(group)
+            if kind == "row" and not is_adapter(name):  # ends it: another that the module around begins is its own
+                ended, last = last, Region(group)
                 regions.clear()
             shares = () if region.heads is None else region.heads.queries
             try:
@@ -112,6 +116,8 @@ def cut_model(
                     cut_module(module, kind, region, _blocks(module, rule), rule.gathers, done, shares)
             except DeepcError as exc:
                 raise type(exc)(f"{name} can't be cut as {rule.kind}: {exc}") from None
+            if name.endswith(".base_layer"):
+                draw_as_layer(model.get_submodule(name.removesuffix(".base_layer")), rule.kind, region)
             mine, of = (shares[group.rank], sum(shares)) if shares else (1, group.size)
             for attribute in rule.divided:
                 if isinstance(n := getattr(owner, attribute, None), int):
@@ -141,6 +147,11 @@ def _find(model: nn.Module, rules: tuple[Rule, ...]) -> list[tuple[str, nn.Modul
         rule = next((r for r in rules if r.matches(name)), None)
         if rule is None and name in experts:
             rule = Rule(re.escape(name), experts[name])
+        if rule is not None and is_adapted(module):
+            found += adapted(name, module, rule)
+            continue
+        if name in {n for n, _, _ in found}:
+            continue
         if rule is None or not (_can_be_cut(module) or (rule.kind == "shared" and list(module.parameters(False)))):
             continue
         if rule.kind == "column" and isinstance(module, nn.Embedding):
@@ -204,8 +215,13 @@ def _uneven_heads(
     q, k or v has whole heads. ArgumentError, UnsupportedError for one that can't be shared."""
     attentions: dict[str, dict[str, list[int]]] = {}
     for name, module, rule in found:
-        parent, _, own_name = name.rpartition(".")
-        if rule.kind != "column" or rule.gathers or not (size := _head_size(model.get_submodule(parent))):
+        parent, own_name = around(name), name.removesuffix(".base_layer").rpartition(".")[2]
+        if (
+            rule.kind != "column"
+            or rule.gathers
+            or is_adapter(name)
+            or not (size := _head_size(model.get_submodule(parent)))
+        ):
             continue
         parts = _blocks(module, rule) or (_outputs(module),)
         if heads := [part // size for part in parts if part % size == 0]:
@@ -313,4 +329,7 @@ def _save_pretrained(
                 )
     if not (dist.get_rank() == 0 if is_main_process is None else is_main_process):
         return None
+    if not args:  # peft's has other places for what follows
+        kwargs |= {"is_main_process": True, "state_dict": state_dict}
+        return type(model).save_pretrained(model, save_directory, **kwargs)
     return type(model).save_pretrained(model, save_directory, True, state_dict, *args, **kwargs)

@@ -32,6 +32,7 @@ class Inside:
     def __init__(self, owner: nn.Module, group: TensorGroup) -> None:
         self._owner, self._rank = owner, group.rank
         self._outside: torch.Tensor | None = None
+        self._inside: torch.Tensor | None = None  # while something steps out
 
     # Looked up when they are asked for: while `owner` is copied, its copy has nothing yet.
     @functools.cached_property
@@ -56,3 +57,15 @@ class Inside:
         if self._outside is not None:
             torch.set_rng_state(self._outside)
             self._outside = None
+
+    def step_out(self) -> None:
+        """What follows, up to step_in, draws as outside, where ranks draw alike."""
+        if self._outside is not None:
+            self._inside = torch.get_rng_state()
+            torch.set_rng_state(self._outside)
+
+    def step_in(self) -> None:
+        if self._inside is not None and self._outside is not None:
+            self._outside = torch.get_rng_state()
+            torch.set_rng_state(self._inside)
+        self._inside = None

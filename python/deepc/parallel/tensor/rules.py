@@ -42,6 +42,51 @@ class Rule:
         return (features // self.blocks,) * self.blocks if self.blocks > 1 else ()
 
 
+# ---- adapters --------------------------------------------------------------------------------------------------------
+# peft's LoRA puts `q_proj.base_layer`, `q_proj.lora_A.NAME` ([rank, in]) and `q_proj.lora_B.NAME` ([out, rank]) in the
+# place of q_proj: y = base_layer(x) + scaling * lora_B(lora_A(dropout(x))).
+_ADAPTER = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
+
+
+def around(name: str) -> str:
+    """The module around a layer, be it adapted or not."""
+    return _ADAPTER.sub("", name).rpartition(".")[0]
+
+
+def is_adapter(name: str) -> bool:
+    found = _ADAPTER.search(name)
+    return found is not None and found[1] != "base_layer"
+
+
+def is_adapted(module: Any) -> bool:
+    return hasattr(module, "base_layer") and isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict)
+
+
+def adapted(name: str, module: Any, rule: Rule) -> list[tuple[str, torch.nn.Module, Rule]]:
+    """What `rule` of an adapted layer says of its parts. Of a column-parallel layer lora_B is cut as the layer is: its
+    input is whole, and so is the gradient of it. Of a row-parallel one lora_A is: its sum ends there, and lora_B adds
+    the same everywhere. UnsupportedError for what can't be."""
+    if rule.kind not in ("column", "row", "skip"):
+        raise UnsupportedError(
+            f"tensor_parallel.autotp_size: {name} has adapters (LoRA), and is cut as {rule.kind}, which can't have"
+            " them; leave it out of the adapters' target_modules, or out of what is cut (partition_type skip)"
+        )
+    variants = [*getattr(module, "lora_variant", ()), *(n for n, on in getattr(module, "use_dora", {}).items() if on)]
+    if variants and rule.kind != "skip":
+        raise UnsupportedError(
+            f"tensor_parallel.autotp_size: the adapter {variants[0]!r} of {name} is a variant of LoRA (such as DoRA),"
+            " which reads whole weights; use plain LoRA, or leave the module as it is (partition_type skip)"
+        )
+    inner = Rule(rule.pattern, rule.kind, rule.blocks, rule.gathers)  # attributes around it are divided once
+    whole = Rule(rule.pattern, "skip")
+    cut = None if rule.gathers else {"column": "lora_B", "row": "lora_A"}.get(rule.kind)
+    out: list[tuple[str, torch.nn.Module, Rule]] = [(f"{name}.base_layer", module.base_layer, rule)]
+    for which in ("lora_A", "lora_B"):
+        parts: torch.nn.ModuleDict = getattr(module, which)
+        out += [(f"{name}.{which}.{k}", m, inner if which == cut else whole) for k, m in parts.items()]
+    return out
+
+
 def _named(*names: str) -> str:
     return r"(.*\.)?(" + "|".join(n.replace(".", r"\.") for n in names) + ")"
 

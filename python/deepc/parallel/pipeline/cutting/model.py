@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,9 @@ class CutModel:
         self._choose(units, costs)
         _let_go_of_graphs(model)
         self.ties, self.elsewhere = self._share_out()
+        for of in self._let_go:
+            if (p := of()) is not None and not is_zero_param(p):
+                p.data = p.data.new_empty(0)  # a list of parameters may keep it
         self._take_over()
         self._prove(batch, whole)
 
@@ -97,6 +101,7 @@ class CutModel:
         self._entered = torch.empty(0)  # what that block got
         self._made: dict[str, Any] = {}  # by the modules of it behind which the stage ends
         self.names = further_names(model)
+        self._let_go: list[weakref.ref[torch.nn.Parameter]] = []  # that the model had, and another stage has
 
     def _to_look_at(self, sample: Any) -> Any:
         """The batch with which the model is run once."""
@@ -167,6 +172,7 @@ class CutModel:
             if ranks[0] == self._here:
                 ties += [Tie(full[key], ranks[0], tuple(ranks[1:]), p)] if len(ranks) > 1 else []
                 continue
+            self._let_go.append(weakref.ref(p))
             copy = torch.nn.Parameter(p.detach().clone(), p.requires_grad) if self._here in ranks else None
             away = torch.nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for module, attribute, stage in uses[key]:
@@ -174,6 +180,9 @@ class CutModel:
             elsewhere.update({id(away), *([id(copy)] if copy is not None else [])})
             ties += [Tie(full[key], ranks[0], tuple(ranks[1:]), copy)] if len(ranks) > 1 else []
         return ties, frozenset(elsewhere)
+
+    def let_go(self) -> frozenset[int]:
+        return frozenset(id(p) for of in self._let_go if (p := of()) is not None)
 
     def _stage_of_modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
         """The modules with parameters of their own, with their stages; together they have all of the model."""
