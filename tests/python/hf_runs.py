@@ -133,6 +133,48 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "model.safetensors"))
 
 
+def shared(rank: int, world: int, folder: str, tensor: int, stage: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """Trainer on a Llama that `tensor` ranks share: its history, that of a run from its checkpoint of step 2, and what
+    it saved."""
+    use("deepc")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 61, (64, 9), generator=draw)
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    section = {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
+
+    def run(where: str, **more: Any) -> Any:
+        torch.manual_seed(3)
+        sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=2, **sizes))
+        options = {
+            "output_dir": where,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "per_device_train_batch_size": 8 * tensor // world,
+            "learning_rate": 1e-2,
+            "warmup_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+        }
+        args = TrainingArguments(**options, deepspeed=ds_config(stage, **section))
+        trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+        trainer.train(**more)
+        return trainer
+
+    first = run(folder)
+    first.save_model(folder + "/end")
+    again = run(folder + "-again", resume_from_checkpoint=f"{folder}/checkpoint-2")
+    found = history(first), history(again), weights(folder + "/end") if rank == 0 else {}
+    for trainer in (first, again):
+        trainer.model_wrapped.destroy()
+    return found
+
+
 # ---- what else Trainer does ------------------------------------------------------------------------------------------
 def features(rank: int, world: int, folder: str) -> dict[str, Any]:
     """By feature: True, or what went wrong."""

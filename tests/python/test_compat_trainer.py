@@ -41,6 +41,30 @@ def test_trains_evaluates_saves_and_resumes(tmp_path):
         assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(2, 1), pytest.param(2, 0, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
+)
+def test_tensor_parallel_ranks_train_as_one_process(world, stage, tmp_path):
+    """tensor_parallel.autotp_size of 2: accelerate gives ranks that share a model the same samples, Trainer counts them
+    in train_batch_size, and hands its whole configuration to deepspeed.tp_model_init."""
+
+    def run(world, tensor):
+        folder = str(tmp_path / f"{world}")
+        return run_ranks(hf_runs.shared, world, args=(folder, tensor, stage), fresh=True, env=QUIET)
+
+    ((want, _, saved),) = run(1, 1)
+    (found, again, whole), *others = run(world, 2)
+    assert all(o[0] == found and o[1] == again for o in others)
+    assert len(found) == len(want) and [e["step"] for e in again[-3:]] == [4, 4, 4]
+    for mine, theirs in zip(found, want):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert again[-3:-1] == found[-3:-1]
+    assert whole.keys() == saved.keys()
+    for name, t in whole.items():
+        torch.testing.assert_close(t, saved[name], rtol=0, atol=1e-5 * float(saved[name].abs().max()))
+
+
 CASES = {
     "0": hf_runs.ds_config(0),
     "2": hf_runs.ds_config(2),

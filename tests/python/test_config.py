@@ -205,6 +205,18 @@ def test_triangle_errors(given_, world, text):
     assert text in str(error.value)
 
 
+def test_a_batch_that_counts_tensor_parallel_ranks_is_read_as_deepspeed_reads_it():
+    given = {**dict(zip(c.TRIANGLE, (16, 2, 2), strict=True)), "tensor_parallel": {"autotp_size": 2}}
+    cfg = Config.load(given, world_size=4)
+    assert (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps) == (8, 2, 2)
+    assert "train_batch_size = 16: it counts the 2 tensor-parallel ranks" in cfg.describe_inert()
+    assert "a step has 8 samples" in cfg.describe_inert()
+    plain = Config.load({**given, "train_batch_size": 8}, world_size=4)
+    assert plain.train_batch_size == 8 and not plain.inert
+    with pytest.raises(ConfigError, match="train_batch_size 32 is not"):
+        Config.load({**given, "train_batch_size": 32}, world_size=4)
+
+
 def test_triangle_is_deepspeeds():
     """All small triangles: the same values, and the same ones refused."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: triangles are not compared with it")

@@ -567,6 +567,18 @@ class Loader:
             if self.needs_batch and not any(f" {k} = " in e for e in self.errors for k in TRIANGLE[:2]):
                 self.errors.append(f"{self.name}: give train_batch_size or train_micro_batch_size_per_gpu (or both).")
             return
+        shared = self.get("tensor_parallel.autotp_size") or 1
+        if shared > 1 and None not in (train, micro, accum) and train == micro * accum * self.world * shared:
+            samples = train // shared
+            self.inert.append(
+                InertKey(
+                    TRIANGLE[0],
+                    train,
+                    f"it counts the {shared} tensor-parallel ranks that share each sample, as DeepSpeed and"
+                    f" transformers' Trainer do; a step has {samples} samples",
+                )
+            )
+            train = samples
         triangle = resolve_batch(train, micro, accum, self.world)
         train2, micro2, accum2 = triangle
         if min(triangle) < 1 or train2 != micro2 * accum2 * self.world:

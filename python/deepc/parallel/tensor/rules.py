@@ -263,15 +263,19 @@ def tp_model_init(
 ) -> torch.nn.Module:
     """Notes that deepc.initialize is to cut `model` over `tp_size` ranks, as tensor_parallel.autotp_size does, and
     returns it: nothing is cut yet. dtype: of training, checked against the configuration (None: not). config: the rest
-    of the section tensor_parallel. tp_group: this rank's, of ranks next to each other, which share a model; another,
-    on any rank, is an UnsupportedError of initialize on all, and initialize takes no mpu beside it."""
+    of the section tensor_parallel, or a whole configuration that has one (transformers gives its own). tp_group: this
+    rank's, of ranks next to each other, which share a model; another, on any rank, is an UnsupportedError of initialize
+    on all, and initialize takes no mpu beside it."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"tp_model_init takes a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ArgumentError(f"tp_model_init(tp_size={tp_size!r}): it is a number of ranks, 1 or more")
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"tp_model_init(dtype={dtype}): it is one of {', '.join(map(str, _DTYPES))}")
-    model.__dict__[_ASKED] = {"autotp_size": tp_size, **(config or {})}, dtype, _ranks_of(tp_group)
+    section = config or {}
+    if isinstance(whole := section.get("tensor_parallel"), Mapping):
+        section = whole
+    model.__dict__[_ASKED] = {"autotp_size": tp_size, **section}, dtype, _ranks_of(tp_group)
     return model
 
 
