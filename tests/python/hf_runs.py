@@ -133,15 +133,17 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "model.safetensors"))
 
 
-def shared(rank: int, world: int, folder: str, tensor: int, stage: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """Trainer on a Llama that `tensor` ranks share: its history, that of a run from its checkpoint of step 2, and what
-    it saved."""
+def shared(
+    rank: int, world: int, folder: str, tensor: int, stage: int, sequence: int = 1
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """Trainer on a Llama that `tensor` ranks share, or on sequences that `sequence` ranks share: its history, that of a
+    run from its checkpoint of step 2, and what it saved."""
     use("deepc")
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, 61, (64, 9), generator=draw)
-    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    rows = torch.randint(0, 61, (64, 16), generator=draw)
+    data = [{"input_ids": ids, "labels": ids, "position_ids": torch.arange(16)} for ids in rows]
     section = {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
 
     def run(where: str, **more: Any) -> Any:
@@ -152,7 +154,7 @@ def shared(rank: int, world: int, folder: str, tensor: int, stage: int) -> tuple
             "output_dir": where,
             "max_steps": 4,
             "logging_steps": 1,
-            "per_device_train_batch_size": 8 * tensor // world,
+            "per_device_train_batch_size": 8 * tensor * sequence // world,
             "learning_rate": 1e-2,
             "warmup_steps": 1,
             "report_to": "none",
@@ -161,6 +163,14 @@ def shared(rank: int, world: int, folder: str, tensor: int, stage: int) -> tuple
             "eval_strategy": "steps",
             "eval_steps": 4,
         }
+        if sequence > 1:
+            from accelerate import ParallelismConfig
+            from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+            options["parallelism_config"] = ParallelismConfig(
+                sp_backend="deepspeed", sp_size=sequence, dp_replicate_size=world // sequence, sp_handler=handler
+            )
         args = TrainingArguments(**options, deepspeed=ds_config(stage, **section))
         trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
         trainer.train(**more)

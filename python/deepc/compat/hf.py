@@ -123,10 +123,27 @@ def teach_loading(module: types.ModuleType) -> None:
         patches.applied("transformers-loading")
 
 
+def teach_skipping(module: types.ModuleType) -> None:
+    """accelerate.data_loader.skip_first_batches, by which Trainer resumes, makes a new loader of a loader's dataset:
+    one whose batches ranks share (UlyssesSPDataLoaderAdapter) has none, and would be lost."""
+
+    def around(skip: Callable[..., Any]) -> Callable[..., Any]:
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            if hasattr(dataloader, "skipping"):
+                return dataloader.skipping(num_batches, skip)
+            return skip(dataloader, num_batches)
+
+        return skip_first_batches
+
+    if _wrap(module, "skip_first_batches", around):
+        patches.applied("accelerate")
+
+
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {
     "transformers.modeling_utils": teach_loading,
     "accelerate.state": teach_accelerate,
     "accelerate.utils.dataclasses": teach_plugin,
+    "accelerate.data_loader": teach_skipping,
     **lightning.TEACH,
 }
 

@@ -568,8 +568,8 @@ class Loader:
                 self.errors.append(f"{self.name}: give train_batch_size or train_micro_batch_size_per_gpu (or both).")
             return
         shared = self.get("tensor_parallel.autotp_size") or 1
-        if shared > 1 and None not in (train, micro, accum) and train == micro * accum * self.world * shared:
-            samples = train // shared
+        samples = micro * accum * self.world if micro is not None and accum is not None else None
+        if shared > 1 and samples is not None and train == samples * shared:
             self.inert.append(
                 InertKey(
                     TRIANGLE[0],

@@ -75,9 +75,10 @@ PATCHES = (
     ),
     Patch(
         "accelerate",
-        "accelerate.state.PartialState._prepare_backend and DeepSpeedPlugin.fill_match, while deepc.compat.deepspeed is"
-        " installed",
-        'Accelerate takes each CPU rank of a DeepSpeed run for a run of its own, and refuses "auto" in deepc.fuse',
+        "accelerate.state.PartialState._prepare_backend, DeepSpeedPlugin.fill_match and data_loader.skip_first_batches,"
+        " while deepc.compat.deepspeed is installed",
+        'Accelerate takes each CPU rank of a DeepSpeed run for a run of its own, refuses "auto" in deepc.fuse, and skips'
+        " no batches whose sequences ranks share",
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(

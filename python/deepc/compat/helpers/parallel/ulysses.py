@@ -197,6 +197,15 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
+    def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
+        """This without the first so many batches. skip: makes a loader without its first ones (accelerate's
+        skip_first_batches, which knows no adapter)."""
+        whole, rest = divmod(batches, self.sp_world_size)
+        left = type(self)(skip(self.dl, whole), self.sp_rank, self.sp_group, self.sp_world_size, self.device)
+        for _ in range(rest):
+            next(left, None)
+        return left
+
     def __next__(self) -> dict[str, Any]:
         if not self._ready:
             self._fill()
