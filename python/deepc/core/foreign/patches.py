@@ -77,8 +77,8 @@ PATCHES = (
         "accelerate",
         "accelerate.state.PartialState._prepare_backend, DeepSpeedPlugin.fill_match and data_loader.skip_first_batches,"
         " while deepc.compat.deepspeed is installed",
-        'Accelerate takes each CPU rank of a DeepSpeed run for a run of its own, refuses "auto" in deepc.fuse, and skips'
-        " no batches whose sequences ranks share",
+        'Accelerate takes each CPU rank of a DeepSpeed run for a run of its own, refuses "auto" in deepc.fuse, and'
+        " skips no batches whose sequences ranks share",
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(
