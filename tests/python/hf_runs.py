@@ -127,17 +127,17 @@ def train(rank: int, world: int, library: str, folder: str, cases: list[tuple[st
     return out
 
 
-def weights(folder: str) -> dict[str, torch.Tensor]:
+def weights(folder: str, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(Path(folder, "model.safetensors"))
+    return load_file(Path(folder, name))
 
 
 def shared(
-    rank: int, world: int, folder: str, tensor: int, stage: int, sequence: int = 1
+    rank: int, world: int, folder: str, tensor: int, stage: int, sequence: int = 1, adapters: bool = False
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """Trainer on a Llama that `tensor` ranks share, or on sequences that `sequence` ranks share: its history, that of a
-    run from its checkpoint of step 2, and what it saved."""
+    run from its checkpoint of step 2, and what it saved. adapters: LoRA's are trained."""
     use("deepc")
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -150,6 +150,10 @@ def shared(
         torch.manual_seed(3)
         sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=2, **sizes))
+        if adapters:
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
         options = {
             "output_dir": where,
             "max_steps": 4,
@@ -179,7 +183,8 @@ def shared(
     first = run(folder)
     first.save_model(folder + "/end")
     again = run(folder + "-again", resume_from_checkpoint=f"{folder}/checkpoint-2")
-    found = history(first), history(again), weights(folder + "/end") if rank == 0 else {}
+    saved = "adapter_model.safetensors" if adapters else "model.safetensors"
+    found = history(first), history(again), weights(folder + "/end", saved) if rank == 0 else {}
     for trainer in (first, again):
         trainer.model_wrapped.destroy()
     return found

@@ -42,24 +42,26 @@ def test_trains_evaluates_saves_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor", "sequence", "stage"),
+    ("world", "tensor", "sequence", "stage", "adapters"),
     [
-        (2, 2, 1, 1),
-        (2, 1, 2, 3),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in ((2, 2, 1, 0), (4, 2, 1, 2), (2, 1, 2, 1))),
+        (2, 2, 1, 1, False),
+        (2, 1, 2, 3, False),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in ((2, 2, 1, 2, True), (4, 2, 1, 2, False))),
     ],
 )
-def test_ranks_that_share_a_model_or_sequences_train_as_one_process(world, tensor, sequence, stage, tmp_path):
+def test_ranks_that_share_a_model_or_sequences_train_as_one_process(world, tensor, sequence, stage, adapters, tmp_path):
     """tensor_parallel.autotp_size: accelerate gives ranks that share a model the same samples, Trainer counts them in
     train_batch_size, and hands its whole configuration to deepspeed.tp_model_init. sp_backend "deepspeed" of
     accelerate's ParallelismConfig: DeepSpeed's adapters of the loader and of attention."""
+    if adapters:
+        pytest.importorskip("peft")
 
     def run(world, *shares):
         folder = str(tmp_path / f"{world}")
         return run_ranks(hf_runs.shared, world, args=(folder, *shares), fresh=True, env=QUIET)
 
-    ((want, _, saved),) = run(1, 1, stage)
-    (found, again, whole), *others = run(world, tensor, stage, sequence)
+    ((want, _, saved),) = run(1, 1, stage, 1, adapters)
+    (found, again, whole), *others = run(world, tensor, stage, sequence, adapters)
     assert all(o[0] == found and o[1] == again for o in others)
     assert len(found) == len(want) and [e["step"] for e in again[-3:]] == [4, 4, 4]
     for mine, theirs in zip(found, want):
