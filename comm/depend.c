@@ -9,7 +9,6 @@
 #include "depend.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "fault.h"
@@ -40,11 +39,8 @@ static int depend_lost(dc_comm *c, const dc_comm *on, int rank) {
 
 static int depend_look_along(depend_edge *e) {
   dc_comm *on = e->on;
-  if (dc__broken(on)) {
-    char text[DC__TEXT]; /* dc__break takes a format's arguments, and the failure's own text is written anew by it */
-    snprintf(text, sizeof text, "%s", dc_last_error());
-    return dc__break(e->c, on->h->status, "%s", text);
-  }
+  const int broken = dc__broken(on); /* its status, not the header's: who writes that may have died over it */
+  if (broken) return dc__break(e->c, broken, "%s", dc_last_error());
   dc__look_at_peers(on);
   for (int r = 0; r < on->size; r++) {
     if (!dc__is_dead(on, r) || dc__has_left(on, r)) continue;
