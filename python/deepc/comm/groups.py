@@ -9,7 +9,6 @@ part of a bucket, and the parts of all ranks of one local index, are each one st
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import sys
@@ -386,10 +385,9 @@ def _default_group() -> weakref.ref[Any] | None:
 _open_groups: weakref.WeakSet[NodeGroup] = weakref.WeakSet()
 
 
-@atexit.register
-def _leave_at_exit() -> None:
-    """A rank whose script has come to its end leaves its groups: others may still work among themselves, and must not
-    take it for dead. One that ends by an error does not: they have to be told (`make_one`)."""
+def leave_all() -> None:
+    """At interpreter exit. A rank whose script has come to its end leaves its groups: others may still work among
+    themselves, and must not take it for dead. One that ends by an error does not: they have to be told (`make_one`)."""
     if getattr(sys, "last_value", None) is None:
         for comm in [c for group in _open_groups for c in group.comms()]:
             if not comm.lock.locked():
@@ -473,14 +471,11 @@ def end_with(
     come any more: with `error` as it is, if that came from a group, so that all are told what happened and not who was
     told first; else with an AbortedError of `reason`. Returns `error`, or what another node knows of its cause."""
     groups = list(groups)
-    if isinstance(error, CommError):
-        for group in groups:
-            if isinstance(group, MultiNodeGroup) and isinstance(told := group.link.fail(error), CommError):
-                error = told
-    else:
-        for group in groups:
-            if isinstance(group, MultiNodeGroup):
-                group.link.abort(reason)
+    for link in (g.link for g in groups if isinstance(g, MultiNodeGroup)):
+        if not isinstance(error, CommError):
+            link.abort(reason)
+        elif isinstance(told := link.fail(error), CommError):
+            error = told
     for comm in (*comms, *_default_comms(), *(c for g in _in_nodes(groups) for c in g.comms())):
         if isinstance(error, CommError):
             comm.fail(error)
@@ -497,11 +492,10 @@ def lost(group: Group, rank: int, doing: str, error: RuntimeError) -> BaseExcept
     if isinstance(group, NodeGroup):
         end = time.monotonic() + (_DYING_S if is_closed(said) else 0.0)
         try:
-            while True:
-                group.comm.waits(rank, f"in {doing}")
-                if time.monotonic() >= end:
-                    break
+            group.comm.waits(rank, f"in {doing}")
+            while time.monotonic() < end:
                 time.sleep(0.01)
+                group.comm.waits(rank, f"in {doing}")
             group.comm.waits(-1, "")
         except CommError as found:
             return found

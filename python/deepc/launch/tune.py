@@ -269,7 +269,7 @@ def measure(point: Point, config: Mapping[str, Any], command: list[str], folder:
         process = subprocess.Popen(
             [str(file) if word == "{config}" else word for word in command],
             stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-            preexec_fn=functools.partial(die_with_launcher, signal.SIGTERM),  # who trains on after a killed tuning?
+            preexec_fn=functools.partial(die_with_launcher, signal.SIGTERM),  # it ends with a tuning that is killed
         )  # fmt: skip
         end = time.monotonic() + limit_s
         try:

@@ -34,10 +34,11 @@ def _create(options: Any, backend_options: Any) -> DeepcProcessGroup:
 
 
 def _at_exit(pid: int) -> None:
-    """A script that ends without destroy_process_group: leaves the groups, and drops them before the interpreter goes,
-    because torch's registry would drop Python objects after it."""
+    """A script that ends without destroy_process_group: leaves the groups, those of engines first, and drops them
+    before the interpreter goes, because torch's registry would drop Python objects after it."""
     import sys
 
-    module = sys.modules.get(f"{__package__}.group")
-    if module is not None and os.getpid() == pid:
-        module.leave_all()
+    for name in ("groups", "c10d.group"):
+        module = sys.modules.get(f"{__package__.rpartition('.')[0]}.{name}")
+        if module is not None and os.getpid() == pid:
+            module.leave_all()

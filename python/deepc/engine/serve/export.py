@@ -23,7 +23,6 @@ from ...core import dtypes
 from ...core.ops import name_of, torch_dtype
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
-from ...zero.tiers.windows import Window
 
 if TYPE_CHECKING:
     from ...checkpoint import SafetensorsFile
@@ -209,11 +208,9 @@ class _Source:
 
         if id(t) not in self._trained:
             return self._read(t)
-        access = _Access(cast("EngineBase", self.engine), t)
-        if self.average is None:
-            return access.shard_fp32()
-        average = self.average
-        return access.here(lambda s: Window(average.piece(s)))
+        if self.average is not None:
+            return self.average.shard(t)
+        return _Access(cast("EngineBase", self.engine), t).shard_fp32()
 
     @torch.no_grad()
     def _read(self, t: torch.Tensor) -> torch.Tensor:

@@ -117,17 +117,19 @@ class EMA:
         self._outside("value()")
         return _Access(self.engine, p)._whole(lambda s: Window(self.piece(s)))
 
+    def shard(self, p: torch.Tensor) -> torch.Tensor:
+        """The same of the shard that this rank has of `p`, where tensor-parallel ranks cut it. Collective over those
+        that own parts of it."""
+        self._outside("shard()")
+        return _Access(self.engine, p).here(lambda s: Window(self.piece(s)))
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The averages of all trained parameters by name, whole, fp32, on every rank: those of all stages of a pipeline
         and of all ranks' experts, under the names that a checkpoint has. Collective."""
         self._outside("state_dict()")
         engine = self.engine
         trained = {id(p) for p in engine.state.trained}
-        own = {
-            n: _Access(engine, p).here(lambda s: Window(self.piece(s)))
-            for n, p in engine.module.named_parameters()
-            if id(p) in trained
-        }
+        own = {n: self.shard(p) for n, p in engine.module.named_parameters() if id(p) in trained}
         whole = of_all_ranks(engine, own)
         ties = engine.ties()
         return {n: t for n, t in whole.items() if n not in ties}

@@ -11,7 +11,7 @@ import torch
 
 from ...config.curriculum import CurriculumScheduler
 from ...errors import ArgumentError, ConfigError, UnsupportedError
-from ...parallel.sequence.shards import shorter
+from ...parallel.sequence.shards import each_tensor, shorter
 
 if TYPE_CHECKING:
     from ...config.tree import Config
@@ -73,7 +73,9 @@ class Curriculum:
 
     def _truncated(self, given: Any, length: int) -> Any:
         """A batch of the model. Of sequences that ranks share `length` is that of the whole; collective over them."""
-        return truncated(given, length) if self._sequence is None else shorter(given, length, self._sequence, _length)
+        if self._sequence is None:
+            return truncated(given, length)
+        return shorter(given, _positions(given), length, self._sequence)
 
     def of_loader(self, step: int, batch: Any) -> Any:
         """What the loader gives in `step`."""
@@ -144,13 +146,19 @@ def truncated(given: Any, length: int) -> Any:
     """Tensors in nested tuples, lists and dicts, of which no sequence is longer than `length`. The first tensor of
     integers [batch, positions, ...] says how long sequences are. Of every tensor its second size is cut where it is
     that, of integers and booleans all behind the first, and of four sizes the last two where both are (masks)."""
-    whole = _length(given)
-    if whole is None:
+    whole = _positions(given)
+    return given if whole <= length else each_tensor(given, lambda t: _narrowed(t, whole, length))
+
+
+def _positions(given: Any) -> int:
+    """How long its sequences are here."""
+    found = _length(given)
+    if found is None:
         raise ArgumentError(
             "a curriculum by length truncates batches, and this one has no tensor of integers [batch, positions]; give"
             f" the model a forward that takes {SEQLEN}"
         )
-    return given if whole <= length else _cut(given, whole, length)
+    return found
 
 
 def _length(given: Any) -> int | None:
@@ -161,21 +169,13 @@ def _length(given: Any) -> int | None:
     return next((n for n in map(_length, inside) if n is not None), None)
 
 
-def _cut(x: Any, whole: int, length: int) -> Any:
-    if isinstance(x, torch.Tensor):
-        if not x.is_floating_point() and not x.is_complex():
-            dims = range(1, x.dim())
-        else:
-            square = x.dim() == 4 and x.shape[2] == x.shape[3] == whole
-            dims = range(2, 4) if square else range(1, min(2, x.dim()))
-        for dim in dims:
-            if x.shape[dim] == whole:
-                x = x.narrow(dim, 0, length)
-        return x
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(_cut(v, whole, length) for v in x))
-    if isinstance(x, (list, tuple)):
-        return type(x)(_cut(v, whole, length) for v in x)
-    if isinstance(x, Mapping):
-        return {k: _cut(v, whole, length) for k, v in x.items()}
-    return x
+def _narrowed(t: torch.Tensor, whole: int, length: int) -> torch.Tensor:
+    if not t.is_floating_point() and not t.is_complex():
+        dims = range(1, t.dim())
+    else:
+        square = t.dim() == 4 and t.shape[2] == t.shape[3] == whole
+        dims = range(2, 4) if square else range(1, min(2, t.dim()))
+    for dim in dims:
+        if t.shape[dim] == whole:
+            t = t.narrow(dim, 0, length)
+    return t

@@ -65,15 +65,24 @@ def shard(
     return rest
 
 
-def shorter(given: Any, length: int, group: Any, length_of: Callable[[Any], int | None]) -> Any:
+def each_tensor(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """x with its tensors, in nested tuples, lists and dicts, changed."""
+    if isinstance(x, torch.Tensor):
+        return change(x)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(each_tensor(v, change) for v in x))
+    if isinstance(x, (list, tuple)):
+        return type(x)(each_tensor(v, change) for v in x)
+    if isinstance(x, Mapping):
+        return {k: each_tensor(v, change) for k, v in x.items()}
+    return x
+
+
+def shorter(given: Any, part: int, length: int, group: Any) -> Any:
     """This rank's positions of sequences that end after `length`, of tensors in nested tuples, lists and dicts that are
-    its positions of longer ones. length_of(given): how many positions are here. ArgumentError for a length that the
-    ranks do not divide. Collective over the group, whose ranks have equally many positions."""
-    ranks, me, part = dist.get_world_size(group), dist.get_rank(group), length_of(given)
-    if part is None:
-        raise ArgumentError(
-            "a curriculum by length truncates batches, and this one has no tensor of integers [batch, positions]"
-        )
+    its `part` positions of longer ones. ArgumentError for a length that the ranks do not divide. Collective over the
+    group, whose ranks have equally many positions."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
     if part * ranks <= length:
         return given
     if length % ranks:
@@ -82,20 +91,14 @@ def shorter(given: Any, length: int, group: Any, length_of: Callable[[Any], int 
             f" divide; choose min_difficulty and difficulty_step that are multiples of {ranks}"
         )
 
-    def cut(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            if x.dim() < 2 or x.shape[1] != part:
-                return x
-            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-            dist.all_gather(parts, x.contiguous(), group=group)
-            return torch.cat(parts, 1)[:, me * length // ranks : (me + 1) * length // ranks].contiguous()
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return type(x)(*map(cut, x))
-        if isinstance(x, (list, tuple)):
-            return type(x)(map(cut, x))
-        return {k: cut(v) for k, v in x.items()} if isinstance(x, Mapping) else x
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() < 2 or t.shape[1] != part:
+            return t
+        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, t.contiguous(), group=group)
+        return torch.cat(parts, 1)[:, me * length // ranks : (me + 1) * length // ranks].contiguous()
 
-    return cut(given)
+    return each_tensor(given, cut)
 
 
 def _check_mask(mask: Any, labels: Any, ignore_index: int, causal: bool) -> None:

@@ -255,7 +255,9 @@ def draw_as_layer(adapted: Any, kind: str, region: Region) -> None:
     drops = [m for m in getattr(adapted, "lora_dropout", {}).values() if isinstance(m, nn.Dropout)]
     if kind == "row":
         region = Region(region.group, adapted)
-    begins, ends = (region.part_begins, region.part_ends) if kind == "row" else (region.whole_begins, region.whole_ends)
+        begins, ends = region.part_begins, region.part_ends
+    else:
+        begins, ends = region.whole_begins, region.whole_ends
     for drop in drops:
         drop.register_forward_pre_hook(begins)
         drop.register_forward_hook(ends, always_call=True)

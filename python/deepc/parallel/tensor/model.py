@@ -20,7 +20,7 @@ from .group import TensorGroup, group_of, whole_state_dict
 from .layers import Region, cut_module, draw_as_layer, is_conv1d, replicate_module
 from .random import same_state
 from .regions import sum_gradients
-from .rules import Rule, adapted, around, is_adapted, is_adapter, rules_of
+from .rules import Rule, adapted, around, is_adapted, is_adapter, own_name, rules_of
 
 _FIX = (
     'Give patterns of module names: "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns":'
@@ -116,8 +116,8 @@ def cut_model(
                     cut_module(module, kind, region, _blocks(module, rule), rule.gathers, done, shares)
             except DeepcError as exc:
                 raise type(exc)(f"{name} can't be cut as {rule.kind}: {exc}") from None
-            if name.endswith(".base_layer"):
-                draw_as_layer(model.get_submodule(name.removesuffix(".base_layer")), rule.kind, region)
+            if is_adapted(layer := model.get_submodule(own_name(name))) and not is_adapter(name):
+                draw_as_layer(layer, rule.kind, region)
             mine, of = (shares[group.rank], sum(shares)) if shares else (1, group.size)
             for attribute in rule.divided:
                 if isinstance(n := getattr(owner, attribute, None), int):
@@ -142,15 +142,17 @@ def _find(model: nn.Module, rules: tuple[Rule, ...]) -> list[tuple[str, nn.Modul
     from ..expert.linears import kinds_of_linears
 
     found = []
+    taken: set[str] = set()  # parts of adapted layers, which other rules may match as well
     experts = kinds_of_linears(model, lambda name: any(r.matches(name) for r in rules))
     for name, module in model.named_modules():
         rule = next((r for r in rules if r.matches(name)), None)
         if rule is None and name in experts:
             rule = Rule(re.escape(name), experts[name])
-        if rule is not None and is_adapted(module):
-            found += adapted(name, module, rule)
+        if name in taken:
             continue
-        if name in {n for n, _, _ in found}:
+        if rule is not None and is_adapted(module):
+            found += (parts := adapted(name, module, rule))
+            taken.update(part for part, _, _ in parts)
             continue
         if rule is None or not (_can_be_cut(module) or (rule.kind == "shared" and list(module.parameters(False)))):
             continue
@@ -215,7 +217,7 @@ def _uneven_heads(
     q, k or v has whole heads. ArgumentError, UnsupportedError for one that can't be shared."""
     attentions: dict[str, dict[str, list[int]]] = {}
     for name, module, rule in found:
-        parent, own_name = around(name), name.removesuffix(".base_layer").rpartition(".")[2]
+        parent, _, short = own_name(name).rpartition(".")
         if (
             rule.kind != "column"
             or rule.gathers
@@ -225,7 +227,7 @@ def _uneven_heads(
             continue
         parts = _blocks(module, rule) or (_outputs(module),)
         if heads := [part // size for part in parts if part % size == 0]:
-            attentions.setdefault(parent, {})[own_name] = heads
+            attentions.setdefault(parent, {})[short] = heads
     out = {}
     for parent, projections in attentions.items():
         if any(n % ranks for heads in projections.values() for n in heads):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,9 +48,14 @@ class Rule:
 _ADAPTER = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 
 
+def own_name(name: str) -> str:
+    """The layer's, of a part of an adapted one; else the same."""
+    return _ADAPTER.sub("", name)
+
+
 def around(name: str) -> str:
     """The module around a layer, be it adapted or not."""
-    return _ADAPTER.sub("", name).rpartition(".")[0]
+    return own_name(name).rpartition(".")[0]
 
 
 def is_adapter(name: str) -> bool:
@@ -77,8 +82,8 @@ def adapted(name: str, module: Any, rule: Rule) -> list[tuple[str, torch.nn.Modu
             f"tensor_parallel.autotp_size: the adapter {variants[0]!r} of {name} is a variant of LoRA (such as DoRA),"
             " which reads whole weights; use plain LoRA, or leave the module as it is (partition_type skip)"
         )
-    inner = Rule(rule.pattern, rule.kind, rule.blocks, rule.gathers)  # attributes around it are divided once
-    whole = Rule(rule.pattern, "skip")
+    inner = replace(rule, divided=())  # with the layer
+    whole = replace(rule, kind="skip")
     cut = None if rule.gathers else {"column": "lora_B", "row": "lora_A"}.get(rule.kind)
     out: list[tuple[str, torch.nn.Module, Rule]] = [(f"{name}.base_layer", module.base_layer, rule)]
     for which in ("lora_A", "lora_B"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from ....core import lib as _lib
 from ....errors import ArgumentError
+from .space import MOST
 
 _UNITS = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -65,7 +66,7 @@ _COMMON: dict[str, Any] = {
 _NODE_KEYS: tuple[str, ...] = ("type", "count", "name", "ranks", "flops", "attainable", "memory", "bandwidth", "link")
 _NODE_KEYS += ("network", "start", "reserve", "host_update")
 _TOP_KEYS = ("name", "nodes", "network", "overlap", "update_traffic", "batch_traffic")
-_KINDS_OF_NODES, _MOST_RANKS = 8, 1 << 17  # DC_PLANNER_KINDS, DC_PLANNER_MAX_RANKS
+_KINDS_OF_NODES = 8  # DC_PLANNER_KINDS
 _WANTED = "give name, network and nodes (docs/planner.md has an example)"
 
 
@@ -239,9 +240,9 @@ class Cluster:
                     " has devices. Give the device's memory, or plan for each kind by itself"
                 )
         ranks = sum(n.count * n.ranks for n in nodes)
-        if ranks > _MOST_RANKS:
+        if ranks > MOST:
             raise ArgumentError(
-                f"{where}: count x ranks are {ranks} ranks; at most {_MOST_RANKS} are planned for. Describe fewer nodes"
+                f"{where}: count x ranks are {ranks} ranks; at most {MOST} are planned for. Describe fewer nodes"
             )
         overlap = quantity(top.get("overlap", 0.7 if nodes[0].device_bytes else 0.0), f"{where}: overlap", "number")
         if overlap > 1:
@@ -304,8 +305,8 @@ def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or value < 1:
         raise ArgumentError(f"{what}: {value!r} must be a whole number of at least 1, without a unit")
-    if value > _MOST_RANKS:
-        raise ArgumentError(f"{what}: {value} must be at most {_MOST_RANKS}")
+    if value > MOST:
+        raise ArgumentError(f"{what}: {value} must be at most {MOST}")
     return value
 
 
