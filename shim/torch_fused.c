@@ -354,10 +354,9 @@ static void fused_rotary(dct_value *stack, uint64_t num_args, uint64_t num_outpu
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
-/* [batch, heads, rows, dim] with the last dimension side by side; a CPU tensor. */
+/* [batch, heads, rows, dim] with the last dimension side by side. */
 static bool fused_look_heads(dct_call *c, dct_tensor t, const char *name, const rows *like, rows *r, int64_t *stride) {
   if (!fused_look_shape(c, t, name, r) || !fused_low(c, &r->v, name)) return false;
-  if (c->cuda) return dct__fail(c, "attention takes CPU tensors; on a GPU use torch's scaled_dot_product_attention");
   if (r->dim != 4)
     return dct__fail(c, "'%s' has %" PRId64 " dimensions; it must have 4: [batch, heads, rows, dim]", name, r->dim);
   if (like && (r->size[0] != like->size[0] || r->size[3] != like->size[3] || r->v.dtype != like->v.dtype))
@@ -426,12 +425,15 @@ static bool fused_look_bias(dct_call *c, dct_value value, const rows *q, const r
   return true;
 }
 
-/* seed: int64 [1], or empty where the rate is 0; rate, batch, head. */
+/* seed: int64 [1] on the CPU, wherever the others are, or empty where the rate is 0; rate, batch, head. */
 static bool fused_look_dropout(dct_call *c, const dct_value *at, dc_attention_dropout *d) {
+  dct_call own;
   dct_view seed;
   d->rate = (float)value_double(at[1]), d->batch = (int64_t)at[2], d->head = (int64_t)at[3];
-  if (!dct__look(c, value_tensor(at[0]), "seed", &seed)) return false;
   if (d->rate == 0) return true;
+  dct__begin(&own, c->op);
+  if (!dct__look(&own, value_tensor(at[0]), "seed", &seed)) return dct__fail(c, "'seed' can't be read");
+  if (own.cuda) return dct__fail(c, "'seed' is on a GPU; pass seed.cpu()");
   if (seed.n != 1 || seed.dtype != DC_I64) return dct__fail(c, "'seed' must be one int64, for a dropout above 0");
   memcpy(&d->seed, seed.ptr, sizeof d->seed);
   return true;
@@ -484,7 +486,7 @@ static void fused_attend(dct_value *stack, bool masked) {
     a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.lse = lse, a.dtype = q.v.dtype;
     a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2], a.keys = k.size[2],
     a.dim = q.size[3];
-    dct__status(&c, dc_attention(&a));
+    dct__status(&c, c.cuda ? c.cuda->attention(&a, c.stream) : dc_attention(&a));
   }
   fused_leave_masked(&c, stack, 3, masked, &o, __LINE__);
 }
@@ -501,11 +503,25 @@ static bool fused_result_bias(dct_call *c, outputs *o, const rows *bias, bool wa
   if (!wanted) return fused_result_vector(c, o, 0, DC_F32, &ptr);
   if (!a->mask.bias) return dct__fail(c, "the gradient of a bias that is not there was asked for");
   if (!fused_result_like(c, o, bias, DC_F32, 4, &ptr)) return false;
-  memset(ptr, 0, (size_t)bias->v.n * sizeof(float));
+  const int64_t bytes = bias->v.n * (int64_t)sizeof(float);
+  if (!c->cuda) memset(ptr, 0, (size_t)bytes);
+  else if (!dct__status(c, c->cuda->zero(ptr, bytes, c->stream))) return false;
   for (int d = 3; d >= 0; step *= bias->size[d], d--)
     if (d < 3) a->dbias_stride[d] = bias->size[d] == 1 ? 0 : step;
   a->dbias = ptr;
   return true;
+}
+
+/* On a GPU, with one number of each query beside: a tensor that is no result. */
+static void fused_attend_grad_cuda(dct_call *c, const dc_attention_grad_args *a) {
+  const int64_t n = a->batch * a->heads * a->rows, step = 1;
+  dct_tensor deltas = NULL;
+  void *ptr = NULL;
+  if (n && (dct__api.aoti_torch_empty_strided(1, &n, &step, fused_torch_dtype(DC_F32), c->device, c->index, &deltas) ||
+            dct__api.aoti_torch_get_data_ptr(deltas, &ptr)))
+    dct__fail(c, "torch could not allocate %" PRId64 " sums of rows", n);
+  else dct__status(c, c->cuda->attention_grad(a, ptr, c->stream));
+  if (deltas) dct__api.aoti_torch_delete_tensor_object(deltas);
 }
 
 /* dout, q, k, v, out, lse, causal, scale; masked: six, then as above from `layout` on, and whether dbias is wanted */
@@ -540,7 +556,8 @@ static void fused_attend_grad(dct_value *stack, bool masked) {
     a.dout = dout.v.ptr, a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.out = out.v.ptr, a.lse = lse.ptr;
     a.dtype = q.v.dtype, a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2],
     a.keys = k.size[2], a.dim = q.size[3];
-    dct__status(&c, dc_attention_grad(&a));
+    if (c.cuda) fused_attend_grad_cuda(&c, &a);
+    else dct__status(&c, dc_attention_grad(&a));
   }
   fused_leave_masked(&c, stack, 6, masked, &o, __LINE__);
 }

@@ -352,6 +352,7 @@ template <class T, int N>
 DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stored *right, int pitch, int width,
                     const AttStage &t, float *room) {
   const int lane = block_thread() % WARP;
+  warp_sync(); // masks have branched; and what was in `room` has been read
   if constexpr (sizeof(typename T::stored) == 2) {
     const typename T::stored *b_row = right + lane % 16 * pitch + lane / 16 * 8;
     DC_UNROLL
@@ -371,7 +372,6 @@ DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stor
     }
   } else {
     const int g = lane / 4, q = lane % 4;
-    warp_sync(); // what was there has been read
     DC_UNROLL
     for (int n = 0; n < ATT_TILE / 8; n++) {
       DC_UNROLL

@@ -56,6 +56,12 @@ DC_API int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream);
 DC_API int dc_cuda_gelu(const dc_gelu_args *args, void *stream);
 DC_API int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream);
 DC_API int dc_cuda_rotary(const dc_rotary_args *args, void *stream);
+/* Results equal the CPU's up to rounding (sums in another order; of 16 bits, products of rounded probabilities), and do
+ * not change from run to run. Dropout drops the same pairs. What a layout, groups, slopes and a bias point to is device
+ * memory: values of groups and slopes are not checked. deltas: workspace, device memory, [batch, heads, rows]. */
+DC_API int dc_cuda_attention(const dc_attention_args *args, void *stream);
+DC_API int dc_cuda_attention_grad(const dc_attention_grad_args *args, float *deltas, void *stream);
+DC_API int dc_cuda_zero(void *array, int64_t bytes, void *stream);
 
 #ifdef __cplusplus
 }

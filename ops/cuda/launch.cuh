@@ -13,6 +13,7 @@ int dc__cuda_fail(int status, const char *file, int line, const char *func, cons
     __attribute__((format(printf, 5, 6)));
 #define CUDA_FAIL(status, ...) dc__cuda_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
 #define CHECK_FAIL CUDA_FAIL
+#define CHECK_VALUES 0
 #include "check.h"
 
 // DC_E_CUDA with what the call said and what to do about it.

@@ -1,12 +1,13 @@
 """One GPU: optimizer kernels, fused operators, whole training steps and ZeRO-Offload beside their peers, on one
 machine in one run, in turn.
 
-    python tests/bench/gpu.py [--parts adamw loss ops train offload] [--rounds 7] [--size 125M] [--batch 16]
+    python tests/bench/gpu.py [--parts adamw loss ops attention train offload] [--rounds 7] [--size 125M] [--batch 16]
     [--length 1024] [--offload-size 774M]
 
 adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
 loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
 ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
+attention  causal, of 4,096 tokens, and 10 % of the blocks of 64: torch's scaled_dot_product_attention, causal.
 train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
 offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload.
 
@@ -39,7 +40,7 @@ MODELS |= {
     "774M": dict(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
     "1.5B": dict(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
 }
-PARTS = ("adamw", "loss", "ops", "train", "offload")
+PARTS = ("adamw", "loss", "ops", "attention", "train", "offload")
 OPS_ROWS = 1 << 16  # so that Python's part of a call is hidden
 HERE = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
 
@@ -146,7 +147,7 @@ def ops(args: argparse.Namespace) -> None:
     try:
         for name in FUNCTIONS:
             if name == "attention":
-                continue  # torch's own on GPUs
+                continue  # a part of its own
             mine, peers = functions(name)
             for cols, heads in shapes(name)[-1:]:
                 for dtype in (torch.bfloat16, torch.float32):
@@ -159,6 +160,33 @@ def ops(args: argparse.Namespace) -> None:
                         )
     finally:
         torch.set_default_device(None)
+
+
+def attention(args: argparse.Namespace) -> None:
+    import torch.nn.functional as F
+
+    mine = require_deepc().core.ops
+    tokens, heads, dim, block = 4096, 16, 64, 64
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(4, heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        layout = torch.rand(1, tokens // block, tokens // block, device="cuda") < 0.1
+        made = {
+            "torch SDPA, causal": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            "deepc, causal": lambda q=q, k=k, v=v: mine.attention(q, k, v, is_causal=True),
+            "deepc": lambda q=q, k=k, v=v, at=layout: mine.block_sparse_attention(q, k, v, at, block),  # 10 %
+        }
+
+        def both(run, leaves=(q, k, v)):
+            for x in leaves:
+                x.grad = None
+            run().sum().backward()
+
+        figure = f"attention, {tokens} tokens, {str(dtype)[6:]}, deepc with 10 % of the blocks"
+        others = [n for n in made if n != "deepc"]
+        tell(f"{figure}, forward", queued(made, args.rounds), others)
+        again = {n: functools.partial(both, run) for n, run in made.items()}
+        tell(f"{figure}, forward and backward", queued(again, args.rounds), others)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

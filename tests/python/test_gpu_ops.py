@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 
-import deepc  # noqa: F401
+import deepc
 import pytest
 import torch
 from deepc.core.codecs import OneBit, TopK
@@ -332,3 +332,72 @@ def test_topk_has_no_cuda_kernels():
     payload = torch.zeros(codec.nbytes(64), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(RuntimeError, match="top-k has CPU kernels only"):
         codec.encode(payload, x)
+
+
+# ---- attention: the definition in fp64; the CPU drops the same pairs -------------------------------------------------
+LOOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def attention_results(device: str, dtype: torch.dtype, sizes: tuple[int, ...], options: dict) -> list[torch.Tensor]:
+    """The result, then the gradients of q, k, v and of a float bias; on the CPU."""
+    batch, heads, kv, rows, keys, dim = sizes
+    gen = torch.Generator().manual_seed(5)
+    shapes = [(batch, heads, rows, dim), (batch, kv, keys, dim), (batch, kv, keys, dim)]
+    leaves = [torch.randn(s, generator=gen).to(dtype).to(device).requires_grad_() for s in shapes]
+    dout = torch.randn(shapes[0], generator=gen).to(dtype).to(device)
+    moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    if isinstance(options.get("groups"), tuple):
+        moved["groups"] = tuple(g.to(device) for g in options["groups"])
+    bias = moved.get("bias")
+    if bias is not None and bias.is_floating_point():
+        leaves.append(moved["bias"].requires_grad_())
+    out = deepc.core.ops.block_sparse_attention(*leaves[:3], moved.pop("layout", None), moved.pop("block", 64), **moved)
+    out.backward(dout)
+    return [out.detach().cpu(), *(x.grad.cpu() for x in leaves)]
+
+
+def attention_cases():
+    gen = torch.Generator().manual_seed(9)
+
+    def layout(heads, down, across):
+        return torch.rand(heads, down, across, generator=gen) < 0.5
+
+    yield "dense", (2, 4, 2, 130, 130, 64), {}
+    yield "causal", (1, 4, 1, 200, 200, 128), {"is_causal": True}
+    yield "wide heads", (1, 2, 2, 90, 90, 256), {"is_causal": True}
+    yield "odd dim", (1, 2, 1, 70, 90, 33), {"is_causal": True, "diagonal": 20}
+    for block in (16, 32, 48, 64, 112, 128):
+        down, across = -(-300 // block), -(-420 // block)
+        options = {"layout": layout(2, down, across), "block": block, "is_causal": True, "diagonal": 120}
+        yield f"blocks of {block}", (1, 2, 1, 300, 420, 64), options
+    groups = torch.arange(150).div(40, rounding_mode="floor").int().expand(2, -1)
+    yield "packed", (2, 2, 2, 150, 150, 64), {"groups": groups, "is_causal": True}
+    yield "slopes", (1, 4, 2, 100, 100, 64), {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.01]), "is_causal": True}
+    yield "window", (1, 2, 1, 300, 300, 64), {"window": 70, "is_causal": True}
+    yield "bias", (2, 2, 1, 90, 100, 64), {"bias": torch.randn(2, 2, 90, 100, generator=gen)}
+    yield "shared bias", (2, 2, 1, 90, 100, 64), {"bias": torch.randn(1, 1, 1, 100, generator=gen)}
+    yield "mask", (1, 2, 1, 90, 100, 64), {"bias": torch.rand(1, 1, 90, 100, generator=gen) < 0.7}
+    yield "dropout", (2, 2, 1, 100, 100, 64), {"dropout": 0.25, "seed": 12345, "first": (3, 40), "is_causal": True}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name, sizes, options", attention_cases(), ids=lambda x: x if isinstance(x, str) else "")
+def test_attention(dtype, name, sizes, options):
+    got, want = (attention_results(d, dtype, sizes, dict(options)) for d in (DEVICE, "cpu"))
+    for k, (x, y) in enumerate(zip(got, want)):
+        worst = (x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-9)
+        assert worst < LOOSE[dtype], f"{name}: result {k} is {worst:.2e} off"
+    again = attention_results(DEVICE, dtype, sizes, dict(options))
+    for x, y in zip(got, again):
+        assert_same_bits(x, y, f"{name}, a second time")
+
+
+def test_attention_does_not_read_what_is_hidden():
+    q, k, v = (torch.randn(1, 1, 160, 64, device=DEVICE) for _ in range(3))
+    layout = torch.zeros(1, 10, 10, dtype=torch.bool)
+    layout[:, :, 3] = True
+    k[:, :, :48] = k[:, :, 64:] = v[:, :, :48] = v[:, :, 64:] = float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = deepc.core.ops.block_sparse_attention(*leaves, layout, 16)
+    out.sum().backward()
+    assert out.isfinite().all() and all(x.grad.isfinite().all() for x in leaves)

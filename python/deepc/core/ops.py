@@ -646,10 +646,10 @@ def attention(
     """softmax(q k^T * scale + bias) v by blocks (arXiv:1706.03762, arXiv:2205.14135), as
     torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True) has it.
 
-    q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; CPU
-    tensors of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i sees
-    keys up to i. scale: above 0; None: dim ** -0.5. bias, dropout, seed: as in `block_sparse_attention`. The result has
-    q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes and dtypes.
+    q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; on
+    CPUs or a GPU, of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i
+    sees keys up to i. scale: above 0; None: dim ** -0.5. bias, dropout, seed: as in `block_sparse_attention`. The
+    result has q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes and dtypes.
     """
     if bias is not None or dropout:
         return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
@@ -661,12 +661,14 @@ def attention(
 
 
 def _seed(seed: int | torch.Tensor | None, dropout: float, like: torch.Tensor) -> torch.Tensor:
-    """int64 [1], drawn by torch's generator where none is given; empty without dropout."""
+    """int64 [1] on the CPU, drawn by torch's generator where none is given; empty without dropout."""
     if not dropout:
         return like.new_empty(0, dtype=torch.int64)
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (1,))
-    return seed.reshape(1).to(torch.int64) if isinstance(seed, torch.Tensor) else torch.tensor([seed])
+        return torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
+    if isinstance(seed, torch.Tensor):
+        return seed.reshape(1).to("cpu", torch.int64)
+    return torch.tensor([seed], device="cpu")
 
 
 def _bias(bias: torch.Tensor) -> torch.Tensor:
@@ -718,7 +720,7 @@ def block_sparse_attention(
     bias. RuntimeError for other shapes and dtypes.
     """
     none = q.new_empty(0, dtype=torch.uint8)
-    blocks = none if layout is None else layout.ne(0).view(torch.uint8).contiguous()
+    blocks = none if layout is None else layout.to(q.device).ne(0).view(torch.uint8).contiguous()
     of_q, of_k = groups if isinstance(groups, tuple) else (groups, groups)
     wide = none.view(torch.int32)
     out: torch.Tensor = torch.ops.deepc.block_sparse_attention(

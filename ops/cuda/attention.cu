@@ -1,0 +1,116 @@
+// attention.cu: dc_cuda_attention and its gradient. Bodies: attention.cuh. Compiled, and run as whole blocks of threads
+// on the CPU against the definition; not yet run on a GPU.
+//
+// Groups, slopes and layouts are in device memory, so their values are not looked at here.
+#include "cuda/attention.cuh"
+#include "cuda/launch.cuh"
+
+using dc_gpu::AttPlan;
+
+extern __shared__ __align__(16) char att_room[];
+
+template <class T, int N>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+    att_forward_kernel(const __grid_constant__ dc_attention_args a, const __grid_constant__ AttPlan plan) {
+  for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
+    dc_gpu::att_forward<T, N>(a, plan, att_room, unit);
+}
+template <class T, int N>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+    att_grad_q_kernel(const __grid_constant__ dc_attention_grad_args a, const __grid_constant__ AttPlan plan,
+                      const float *deltas) {
+  for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
+    dc_gpu::att_grad_q<T, N>(a, plan, deltas, att_room, unit);
+}
+template <class T, int N>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+    att_grad_kv_kernel(const __grid_constant__ dc_attention_grad_args a, const __grid_constant__ AttPlan plan,
+                       const float *deltas) {
+  for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
+    dc_gpu::att_grad_kv<T, N>(a, plan, deltas, att_room, unit);
+}
+template <class T>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+    att_grad_bias_kernel(const __grid_constant__ dc_attention_grad_args a, const __grid_constant__ AttPlan plan,
+                         const __grid_constant__ dc_gpu::AttBiasUnits n, int64_t units, const float *deltas) {
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x)
+    dc_gpu::att_grad_bias<T>(a, plan, n, deltas, att_room, unit);
+}
+// A warp a query.
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    att_delta_kernel(const __grid_constant__ dc_attention_grad_args a, float *deltas) {
+  const int64_t count = a.batch * a.heads * a.rows;
+  for (int64_t row = grid_thread() / dc_gpu::WARP; row < count; row += grid_threads() / dc_gpu::WARP) {
+    const float delta = dc_gpu::att_delta<T>(a, row / a.rows / a.heads, row / a.rows % a.heads, row % a.rows);
+    if (threadIdx.x % dc_gpu::WARP == 0) deltas[row] = delta;
+  }
+}
+
+// A block a unit, with more shared memory than a kernel has unasked.
+template <class K, class... Args>
+static int att_launch(K kernel, int64_t units, int bytes, cudaStream_t stream, const Args &...args) {
+  if (units == 0) return DC_OK;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return dc__cuda_error(error, "asking for shared memory");
+  kernel<<<(unsigned)(units < MAX_GRID ? units : (int64_t)MAX_GRID), dc_gpu::ATT_THREADS, (size_t)bytes, stream>>>(
+      args...);
+  return launched();
+}
+
+int dc_cuda_attention(const dc_attention_args *args, void *stream) {
+  dc_attention_args a;
+  DC_TRY(check_attention(args, &a));
+  if (a.batch == 0 || a.heads == 0 || a.rows == 0) return DC_OK;
+  DeviceScope device;
+  DC_TRY(device.enter(a.lse, "lse"));
+  const cudaStream_t queue = static_cast<cudaStream_t>(stream);
+  const AttPlan plan = dc_gpu::att_forward_plan(a);
+  return with_low(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (plan.sums == 64) return att_launch(att_forward_kernel<T, 8>, plan.units, plan.bytes, queue, a, plan);
+    return att_launch(att_forward_kernel<T, 16>, plan.units, plan.bytes, queue, a, plan);
+  });
+}
+
+template <class T> static int att_launch_grad(const dc_attention_grad_args &a, float *deltas, cudaStream_t queue) {
+  const float *const of = deltas;
+  const AttPlan of_q = dc_gpu::att_grad_plan(dc_gpu::ATT_DQ, a), of_kv = dc_gpu::att_grad_plan(dc_gpu::ATT_DKV, a);
+  const int64_t rows = a.batch * a.heads * a.rows;
+  if (rows > 0) {
+    att_delta_kernel<T><<<grid_for(rows * dc_gpu::WARP), THREADS, 0, queue>>>(a, deltas);
+    DC_TRY(launched());
+  }
+  if (of_q.sums == 64) {
+    DC_TRY(att_launch(att_grad_q_kernel<T, 8>, of_q.units, of_q.bytes, queue, a, of_q, of));
+    DC_TRY(att_launch(att_grad_kv_kernel<T, 8>, of_kv.units, of_kv.bytes, queue, a, of_kv, of));
+  } else {
+    DC_TRY(att_launch(att_grad_q_kernel<T, 16>, of_q.units, of_q.bytes, queue, a, of_q, of));
+    DC_TRY(att_launch(att_grad_kv_kernel<T, 16>, of_kv.units, of_kv.bytes, queue, a, of_kv, of));
+  }
+  if (!a.dbias) return DC_OK;
+  const AttPlan of_bias = dc_gpu::att_grad_plan(dc_gpu::ATT_DBIAS, a);
+  const dc_gpu::AttBiasUnits n = dc_gpu::att_bias_units(a);
+  const int64_t units = dc_gpu::att_bias_count(n);
+  return att_launch(att_grad_bias_kernel<T>, units, of_bias.bytes, queue, a, of_bias, n, units, of);
+}
+
+int dc_cuda_attention_grad(const dc_attention_grad_args *args, float *deltas, void *stream) {
+  dc_attention_grad_args a;
+  DC_TRY(check_attention_grad(args, &a));
+  if (a.batch == 0 || a.heads == 0 || (a.rows == 0 && a.keys == 0)) return DC_OK;
+  DC_TRY(check_array(deltas, sizeof *deltas, a.batch * a.heads * a.rows, "deltas"));
+  DeviceScope device;
+  DC_TRY(device.enter(a.rows ? (const void *)a.lse : a.dk, "lse"));
+  const cudaStream_t queue = static_cast<cudaStream_t>(stream);
+  return with_low(a.dtype, [&](auto t) { return att_launch_grad<decltype(t)>(a, deltas, queue); });
+}
+
+int dc_cuda_zero(void *array, int64_t bytes, void *stream) {
+  if (bytes < 0) return CUDA_FAIL(DC_E_INVALID, "bytes = %lld; it must not be negative", (long long)bytes);
+  if (bytes == 0) return DC_OK;
+  DeviceScope device;
+  DC_TRY(device.enter(array, "array"));
+  const cudaError_t error = cudaMemsetAsync(array, 0, (size_t)bytes, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? (int)DC_OK : dc__cuda_error(error, "cudaMemsetAsync");
+}
