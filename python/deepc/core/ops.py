@@ -649,7 +649,8 @@ def attention(
     q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; on
     CPUs or a GPU, of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i
     sees keys up to i. scale: above 0; None: dim ** -0.5. bias, dropout, seed: as in `block_sparse_attention`. The
-    result has q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes and dtypes.
+    result has q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes
+    and dtypes.
     """
     if bias is not None or dropout:
         return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
