@@ -381,7 +381,7 @@ def attention_cases():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name, sizes, options", attention_cases(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("name, sizes, options", list(attention_cases()), ids=lambda x: x if isinstance(x, str) else "")
 def test_attention(dtype, name, sizes, options):
     got, want = (attention_results(d, dtype, sizes, dict(options)) for d in (DEVICE, "cpu"))
     for k, (x, y) in enumerate(zip(got, want)):
