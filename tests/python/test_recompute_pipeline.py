@@ -133,6 +133,17 @@ def train(rank, world, stages, options, config, budgets, batch=16):
     return out
 
 
+def alike(numbers, wanted, weights, theirs, options):
+    """Bit for bit; to rounding under a zero-bubble schedule, where products add up the gradients of weights that wait,
+    and those of blocks that are computed again do not wait."""
+    rounds = options.get("schedule", "1f1b").startswith("zb-")
+    short = any(t.dtype != torch.float32 for t in theirs.values())
+    assert numbers == (pytest.approx(wanted, rel=1e-3 if short else 1e-5) if rounds else wanted)
+    for name, t in weights.items():
+        bound = (2**-7 if short else 1e-5) * float(theirs[name].abs().max()) if rounds else 0
+        torch.testing.assert_close(t, theirs[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize(
     ("world", "stages", "options", "config", "in_flight"),
     [
@@ -159,7 +170,7 @@ def test_budgets_are_kept_and_no_bit_differs(world, stages, options, config, in_
         assert most[0] == none[0]
         room = some[0][2] - some[0][3]["peak_bytes"]  # of gradients and messages, and of a backward's own: beside it
         for budget, (losses, weights, held, told) in zip(budgets, some):
-            assert losses == none[0] and all(torch.equal(w, none[1][n]) for n, w in weights.items())
+            alike(losses, none[0], weights, none[1], options)
             assert told["peak_bytes"] <= budget
             if options.get("schedule", "1f1b") in ("1f1b", "gpipe", "interleaved"):  # gradients of weights that wait
                 assert held <= budget + room + 0.02 * whole, (budget, held, room, told)  # are beside it
@@ -207,7 +218,7 @@ def test_what_blocks_saved_may_lie_on_disk(options, fast, tmp_path):
     bound = run_ranks(on_disk, 2, args=(options, [budget], str(tmp_path), fast))
     for (none, _), [all_again], [(losses, weights, held, told, written, most)] in zip(ranks, again, bound):
         room = all_again[2] - all_again[3]["peak_bytes"]  # of gradients and messages, and of a backward's own
-        assert losses == none[0] and all(torch.equal(w, none[1][n]) for n, w in weights.items())
+        alike(losses, none[0], weights, none[1], options)
         assert told["peak_bytes"] <= budget and (told["on_disk"] > 0) == fast * (told["whole_bytes"] > budget)
         if "zb" not in options.get("schedule", ""):  # gradients of weights that wait are beside it
             assert held <= budget + room + 0.02 * whole
