@@ -1,5 +1,5 @@
 """torch.ops.deepc.* on a CUDA device against the same operators on the CPU: every element has equal bits, NaN
-included."""
+included; attention's to rounding."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def same(ranks, wanted, grads=True):
         assert losses == pytest.approx(wanted[0], rel=1e-6)
         assert norms == pytest.approx(wanted[1], rel=1e-5)
         assert set(weights) == set(wanted[3])
-        # A gradient whose terms cancel (of residual experts' coefficients, through a softmax) has the rounding of its terms.
+        # A gradient whose terms cancel (of residual coefficients, by a softmax) has the rounding of its terms.
         for mine, theirs, least in ((found if grads else {}, wanted[2], 2**-24 * norms[0]), (weights, wanted[3], 0)):
             for name, t in mine.items():
                 bound = max(1e-5 * float(theirs[name].abs().max()), least)
