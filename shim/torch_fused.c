@@ -167,9 +167,9 @@ static bool fused_look_stats(dct_call *c, dct_tensor t, const char *name, const 
                          : dct__fail(c, "'%s' has %" PRId64 " elements for %" PRId64 " rows", name, v->n, x->rows);
 }
 
-/* Memory for the partial sums of `sums` vectors over the columns: a tensor that is no result. */
-static bool fused_workspace(dct_call *c, const rows *x, int sums, dct_tensor *t, float **ptr) {
-  const int64_t n = sums * dc_row_blocks(x->rows) * x->cols, step = 1;
+/* Memory for n fp32 sums: a tensor that is no result. */
+static bool fused_workspace(dct_call *c, int64_t n, dct_tensor *t, float **ptr) {
+  const int64_t step = 1;
   void *p = NULL;
   *ptr = NULL;
   if (n == 0) return true;
@@ -203,7 +203,7 @@ static void fused_norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_ou
   ok = ok && fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
        fused_result_vector(&c, &o, has_weight ? x.cols : 0, weight.dtype, &a.dweight) &&
        fused_result_vector(&c, &o, has_bias ? x.cols : 0, weight.dtype, &a.dbias) &&
-       fused_workspace(&c, &x, has_weight + has_bias, &partial, &a.partial);
+       fused_workspace(&c, (has_weight + has_bias) * dc_row_blocks(x.rows) * x.cols, &partial, &a.partial);
   if (ok && x.cols) {
     a.dy = dy.v.ptr, a.dsum = dsum.v.n ? dsum.v.ptr : NULL, a.x = x.v.ptr, a.mean = mean.n ? mean.ptr : NULL,
     a.rstd = rstd.ptr;
@@ -286,7 +286,7 @@ static void fused_gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_ou
   if (ok && x.rows > 1 && x.cols && dout.stride != x.cols) ok = dct__fail(&c, "'dout' must be contiguous");
   ok = ok && fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
        fused_result_vector(&c, &o, has_bias ? x.cols : 0, bias.dtype, &a.dbias) &&
-       fused_workspace(&c, &x, has_bias, &partial, &a.partial);
+       fused_workspace(&c, has_bias * dc_row_blocks(x.rows) * x.cols, &partial, &a.partial);
   if (ok && x.cols) {
     a.dout = dout.v.ptr, a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype,
     a.bias_dtype = bias.dtype;
@@ -432,7 +432,10 @@ static bool fused_look_dropout(dct_call *c, const dct_value *at, dc_attention_dr
   d->rate = (float)value_double(at[1]), d->batch = (int64_t)at[2], d->head = (int64_t)at[3];
   if (d->rate == 0) return true;
   dct__begin(&own, c->op);
-  if (!dct__look(&own, value_tensor(at[0]), "seed", &seed)) return dct__fail(c, "'seed' can't be read");
+  if (!dct__look(&own, value_tensor(at[0]), "seed", &seed)) {
+    if (!c->error[0]) memcpy(c->error, own.error, sizeof c->error);
+    return false;
+  }
   if (own.cuda) return dct__fail(c, "'seed' is on a GPU; pass seed.cpu()");
   if (seed.n != 1 || seed.dtype != DC_I64) return dct__fail(c, "'seed' must be one int64, for a dropout above 0");
   memcpy(&d->seed, seed.ptr, sizeof d->seed);
@@ -514,13 +517,10 @@ static bool fused_result_bias(dct_call *c, outputs *o, const rows *bias, bool wa
 
 /* On a GPU, with one number of each query beside: a tensor that is no result. */
 static void fused_attend_grad_cuda(dct_call *c, const dc_attention_grad_args *a) {
-  const int64_t n = a->batch * a->heads * a->rows, step = 1;
   dct_tensor deltas = NULL;
-  void *ptr = NULL;
-  if (n && (dct__api.aoti_torch_empty_strided(1, &n, &step, fused_torch_dtype(DC_F32), c->device, c->index, &deltas) ||
-            dct__api.aoti_torch_get_data_ptr(deltas, &ptr)))
-    dct__fail(c, "torch could not allocate %" PRId64 " sums of rows", n);
-  else dct__status(c, c->cuda->attention_grad(a, ptr, c->stream));
+  float *ptr;
+  if (fused_workspace(c, a->batch * a->heads * a->rows, &deltas, &ptr))
+    dct__status(c, c->cuda->attention_grad(a, ptr, c->stream));
   if (deltas) dct__api.aoti_torch_delete_tensor_object(deltas);
 }
 

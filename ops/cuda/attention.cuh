@@ -38,11 +38,6 @@ struct AttSight { // of one head
   float kept; // the share that dropout keeps
 };
 
-inline uint32_t att_threshold_of(float rate) { // on the host
-  const int t = (int)(rate * 65536.0f + 0.5f);
-  return (uint32_t)(t < 65536 ? t : 65535);
-}
-
 template <class Args> DC_GPU AttSight att_sight(const Args &a, uint32_t threshold, int64_t b, int64_t h) {
   const dc_attention_mask &m = a.mask;
   const int64_t least = -((int64_t)1 << 30), most = (int64_t)1 << 30; // beyond all rows, keys and windows
@@ -173,27 +168,36 @@ inline bool att_wide(const void *p, const int64_t *stride, int64_t dim, int size
   const int64_t all = stride[0] | stride[1] | stride[2] | dim;
   return (uintptr_t)p % 16 == 0 && all * size % 16 == 0;
 }
+// What is the same of both calls; `size` gets the bytes of an element.
+template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size) {
+  const bool keys = kind == ATT_DKV;
+  *size = a.dtype == DC_F32 ? 4 : 2;
+  AttPlan p = att_plan(kind, keys ? a.keys : a.rows, keys ? a.kv_heads : a.heads, a.dim, *size);
+  p.units *= a.batch, p.threshold = (uint32_t)dc__philox_threshold(a.mask.dropout.rate);
+  p.wide = att_wide(a.q, a.q_stride, a.dim, *size) && att_wide(a.k, a.k_stride, a.dim, *size) &&
+           att_wide(a.v, a.v_stride, a.dim, *size);
+  return p;
+}
 inline AttPlan att_forward_plan(const dc_attention_args &a) {
-  const int size = a.dtype == DC_F32 ? 4 : 2;
-  AttPlan p = att_plan(ATT_FORWARD, a.rows, a.heads, a.dim, size);
-  p.units *= a.batch, p.threshold = att_threshold_of(a.mask.dropout.rate);
-  p.wide = att_wide(a.q, a.q_stride, a.dim, size) && att_wide(a.k, a.k_stride, a.dim, size) &&
-           att_wide(a.v, a.v_stride, a.dim, size);
+  int size;
+  AttPlan p = att_plan_of(ATT_FORWARD, a, &size);
   p.wide_out = att_wide(a.out, a.out_stride, a.dim, size);
   return p;
 }
 inline AttPlan att_grad_plan(AttKind kind, const dc_attention_grad_args &a) {
-  const int size = a.dtype == DC_F32 ? 4 : 2;
+  int size;
+  AttPlan p = att_plan_of(kind, a, &size);
   const bool keys = kind == ATT_DKV;
-  AttPlan p = att_plan(kind, keys ? a.keys : a.rows, keys ? a.kv_heads : a.heads, a.dim, size);
-  p.units *= a.batch, p.threshold = att_threshold_of(a.mask.dropout.rate);
-  p.wide = att_wide(a.q, a.q_stride, a.dim, size) && att_wide(a.k, a.k_stride, a.dim, size) &&
-           att_wide(a.v, a.v_stride, a.dim, size) && att_wide(a.dout, a.dout_stride, a.dim, size);
+  p.wide = p.wide && att_wide(a.dout, a.dout_stride, a.dim, size);
   p.wide_out = keys ? att_wide(a.dk, a.dk_stride, a.dim, size) && att_wide(a.dv, a.dv_stride, a.dim, size)
                     : att_wide(a.dq, a.dq_stride, a.dim, size);
   return p;
 }
 template <class S> DC_GPU S *att_at(char *room, int at) { return reinterpret_cast<S *>(room + at); }
+// Of fp32: where this warp's probabilities lie while they are multiplied.
+DC_GPU float *att_room_of_p(char *room, const AttPlan &plan) {
+  return att_at<float>(room, plan.p) + block_thread() / WARP * ATT_RUN * ATT_P_PITCH;
+}
 
 // Rows of an array, `dim` elements each.
 template <class S> struct AttRows {
@@ -298,9 +302,9 @@ DC_GPU void att_query_runs(const AttSight &s, int j, int *begin, int *end) {
 // 2).
 typedef float AttTile[ATT_TILE / 8][4];
 
-DC_GPU void att_clear(AttTile &x) {
+template <int N> DC_GPU void att_clear(float (&x)[N][4]) {
   DC_UNROLL
-  for (int n = 0; n < ATT_TILE / 8; n++) {
+  for (int n = 0; n < N; n++) {
     DC_UNROLL
     for (int e = 0; e < 4; e++) x[n][e] = 0.0f;
   }
@@ -548,11 +552,7 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
   S *values = att_at<S>(room, plan.operand);
   const float scale = __fmul_rn(a.scale, att_units<T>());
   float out[N][4], max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
-  DC_UNROLL
-  for (int n = 0; n < N; n++) {
-    DC_UNROLL
-    for (int e = 0; e < 4; e++) out[n][e] = 0.0f;
-  }
+  att_clear(out);
   block_sync(); // the unit before has been read
   att_stay(room, plan, 0, q, own);
   int begin, end;
@@ -596,8 +596,7 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
         for (int e = 0; e < 4; e++) x[n][e] = keep[n] >> e & 1u ? x[n][e] : 0.0f;
       }
     }
-    att_add<T, N>(out, x, values, plan.sums_pitch, width, t,
-                  att_at<float>(room, plan.p) + block_thread() / WARP * ATT_RUN * ATT_P_PITCH);
+    att_add<T, N>(out, x, values, plan.sums_pitch, width, t, att_room_of_p(room, plan));
   });
   float by[2];
   DC_UNROLL
@@ -623,6 +622,17 @@ template <class T> DC_GPU float att_delta(const dc_attention_grad_args &a, int64
   for (int c = block_thread() % WARP; c < a.dim; c += WARP) sum = __fmaf_rn(T::up(dout[c]), T::up(out[c]), sum);
   for (int distance = WARP / 2; distance > 0; distance /= 2) sum = __fadd_rn(sum, from_lane_beside(sum, distance));
   return sum;
+}
+
+// Query i's log of the sum, in the units of scores, and its delta; of none (i below 0, or behind the last) what makes
+// its probabilities 0.
+template <class T>
+DC_GPU void att_query(const dc_attention_grad_args &a, const float *deltas, int64_t b, int64_t h, int i, float *lse,
+                      float *delta) {
+  const int64_t of_head = (b * a.heads + h) * a.rows;
+  const bool there = i >= 0 && i < a.rows;
+  *lse = there ? __fmul_rn(a.lse[of_head + i], att_units<T>()) : INFINITY;
+  *delta = there ? deltas[of_head + i] : 0.0f;
 }
 
 // Scores x and dp = dout v^T become the probabilities that dropout kept (before they are divided by its share) and ds
@@ -664,17 +674,9 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
   const auto v = att_rows<S>(a.v, a.v_stride, u.b, kv, a.keys, dim, plan.wide);
   const float scale = __fmul_rn(a.scale, att_units<T>());
   float dq[N][4], lse[2], delta[2];
+  att_clear(dq);
   DC_UNROLL
-  for (int n = 0; n < N; n++) {
-    DC_UNROLL
-    for (int e = 0; e < 4; e++) dq[n][e] = 0.0f;
-  }
-  DC_UNROLL
-  for (int r = 0; r < 2; r++) {
-    const int64_t i = at.row(2 * r), of_head = (u.b * a.heads + u.h) * a.rows;
-    lse[r] = i < a.rows ? __fmul_rn(a.lse[of_head + i], att_units<T>()) : INFINITY;
-    delta[r] = i < a.rows ? deltas[of_head + i] : 0.0f;
-  }
+  for (int r = 0; r < 2; r++) att_query<T>(a, deltas, u.b, u.h, at.row(2 * r), &lse[r], &delta[r]);
   block_sync(); // the unit before has been read
   att_stay(room, plan, 0, q, own);
   att_stay(room, plan, 1, dout, own);
@@ -694,8 +696,7 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
     if (t.parts == 0) return;
     att_slopes<T>(
         x, dp, s, at, t, scale, [&](int, int e) { return lse[e / 2]; }, [&](int, int e) { return delta[e / 2]; });
-    att_add<T, N>(dq, dp, keys, pitch, width, t,
-                  att_at<float>(room, plan.p) + block_thread() / WARP * ATT_RUN * ATT_P_PITCH);
+    att_add<T, N>(dq, dp, keys, pitch, width, t, att_room_of_p(room, plan));
   });
   const float by[2] = {a.scale, a.scale};
   att_give<T, N>(a.dq, a.dq_stride, u.b, u.h, s.rows, dim, u.first, at, dq, by, plan.wide_out);
@@ -714,13 +715,10 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
   const auto v = att_rows<S>(a.v, a.v_stride, u.b, u.h, a.keys, dim, plan.wide);
   const float scale = __fmul_rn(a.scale, att_units<T>());
   AttRuns *runs = att_at<AttRuns>(room, 0);
-  float *mine = att_at<float>(room, plan.p) + block_thread() / WARP * ATT_RUN * ATT_P_PITCH;
+  float *mine = att_room_of_p(room, plan);
   float dk[N][4], dv[N][4];
-  DC_UNROLL
-  for (int n = 0; n < N; n++) {
-    DC_UNROLL
-    for (int e = 0; e < 4; e++) dk[n][e] = dv[n][e] = 0.0f;
-  }
+  att_clear(dk);
+  att_clear(dv);
   block_sync(); // the unit before has been read
   att_stay(room, plan, 0, k, own);
   att_stay(room, plan, 1, v, own);
@@ -729,7 +727,6 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
     const AttSight s = att_sight(a, plan.threshold, u.b, h);
     const auto q = att_rows<S>(a.q, a.q_stride, u.b, h, a.rows, dim, plan.wide);
     const auto dout = att_rows<S>(a.dout, a.dout_stride, u.b, h, a.rows, dim, plan.wide);
-    const int64_t of_head = (u.b * a.heads + h) * a.rows;
     int begin, end;
     kept = s.kept;
     att_query_runs(s, own, &begin, &end);
@@ -739,10 +736,8 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
       S *operand = att_at<S>(room, plan.operand);
       int pitch = plan.pitch;
       att_product<T>(x, room, plan, 0, k, q, own, t, [&] {
-        const int r = block_thread(), i = r < ATT_TILE ? t.row(r) : -1;
-        if (r >= ATT_TILE) return;
-        runs->lse[r] = i >= 0 && i < a.rows ? __fmul_rn(a.lse[of_head + i], att_units<T>()) : INFINITY;
-        runs->delta[r] = i >= 0 && i < a.rows ? deltas[of_head + i] : 0.0f;
+        const int r = block_thread();
+        if (r < ATT_TILE) att_query<T>(a, deltas, u.b, h, t.row(r), &runs->lse[r], &runs->delta[r]);
       });
       att_product<T>(dp, room, plan, 1, v, dout, own, t, [&] {
         if (plan.whole) return;
@@ -816,7 +811,7 @@ DC_GPU void att_grad_bias(const dc_attention_grad_args &a, const AttPlan &plan, 
   att_clear(sum);
   for (int64_t b = one_entry ? entry : 0; b < (one_entry ? entry + 1 : a.batch); b++)
     for (int64_t h = one_head ? head : 0; h < (one_head ? head + 1 : a.heads); h++) {
-      const int64_t kv = h * a.kv_heads / a.heads, of_head = (b * a.heads + h) * a.rows;
+      const int64_t kv = h * a.kv_heads / a.heads;
       const AttSight s = att_sight(a, plan.threshold, b, h);
       const auto q = att_rows<S>(a.q, a.q_stride, b, h, a.rows, dim, plan.wide);
       const auto dout = att_rows<S>(a.dout, a.dout_stride, b, h, a.rows, dim, plan.wide);
@@ -835,11 +830,7 @@ DC_GPU void att_grad_bias(const dc_attention_grad_args &a, const AttPlan &plan, 
         if (t.parts == 0) continue;
         float lse[2], delta[2];
         DC_UNROLL
-        for (int r = 0; r < 2; r++) {
-          const int64_t i = at.row(2 * r);
-          lse[r] = i < a.rows ? __fmul_rn(a.lse[of_head + i], att_units<T>()) : INFINITY;
-          delta[r] = i < a.rows ? deltas[of_head + i] : 0.0f;
-        }
+        for (int r = 0; r < 2; r++) att_query<T>(a, deltas, b, h, at.row(2 * r), &lse[r], &delta[r]);
         att_slopes<T>(
             x, dp, s, at, t, scale, [&](int, int e) { return lse[e / 2]; }, [&](int, int e) { return delta[e / 2]; });
         DC_UNROLL

@@ -141,6 +141,14 @@ struct F16 : Float32Steps {
   static DC_GPU float up(uint16_t h) { return up_f16(h); }
   static DC_GPU uint16_t down(float f) { return down_f16(f); }
 };
+// Calls f(tag) with the type of a floating dtype that was checked before; on the host.
+template <class F> auto with_low(int dt, F f) {
+  switch (dt) {
+  case DC_F32: return f(F32());
+  case DC_BF16: return f(BF16());
+  default: return f(F16());
+  }
+}
 struct F64 {
   typedef double stored, wide;
   static DC_GPU double up(double d) { return d; }

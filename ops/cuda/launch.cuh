@@ -48,14 +48,7 @@ static inline int launched(void) {
   return error == cudaSuccess ? (int)DC_OK : dc__cuda_error(error, "a launch");
 }
 
-// Calls f(tag) with the type of a floating dtype that was checked before.
-template <class F> int with_low(int dt, F f) {
-  switch (dt) {
-  case DC_F32: return f(dc_gpu::F32());
-  case DC_BF16: return f(dc_gpu::BF16());
-  default: return f(dc_gpu::F16());
-  }
-}
+using dc_gpu::with_low;
 
 __device__ __forceinline__ int64_t grid_thread(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads(void) { return (int64_t)gridDim.x * blockDim.x; }

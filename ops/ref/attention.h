@@ -58,13 +58,8 @@ typedef struct att_sight {
 } att_sight;
 enum att_part { ATT_HIDDEN, ATT_SOME, ATT_WHOLE };
 
-/* The numbers below it drop a pair. */
-static inline int att_threshold(float rate) {
-  const int t = (int)(rate * 65536.0f + 0.5f);
-  return t < 65536 ? t : 65535;
-}
 static inline int att_masked(const dc_attention_mask *m) {
-  return m->layout || m->q_group || m->slope || m->bias || m->window || att_threshold(m->dropout.rate);
+  return m->layout || m->q_group || m->slope || m->bias || m->window || dc__philox_threshold(m->dropout.rate);
 }
 /* Tiles: runs of keys and of queries that are skipped, or computed, together. */
 static inline int64_t att_tile_keys(const dc_attention_mask *m) {
@@ -89,7 +84,7 @@ static inline att_sight att_sight_of(const dc_attention_mask *m, int64_t rows, i
     s.bias = (const char *)m->bias + size * (b * m->bias_stride[0] + h * m->bias_stride[1]);
     s.bias_row = size * m->bias_stride[2], s.bias_dtype = m->bias_dtype;
   }
-  s.threshold = att_threshold(m->dropout.rate), s.keep = (float)(65536 - s.threshold) / 65536.0f;
+  s.threshold = dc__philox_threshold(m->dropout.rate), s.keep = (float)(65536 - s.threshold) / 65536.0f;
   s.factor = 1.0f / s.keep;
   s.key[0] = (uint32_t)m->dropout.seed, s.key[1] = (uint32_t)(m->dropout.seed >> 32);
   s.who[0] = (uint32_t)(m->dropout.head + h), s.who[1] = (uint32_t)(m->dropout.batch + b);

@@ -11,6 +11,12 @@
 #define DC__PHILOX_W1 0xbb67ae85u
 enum { DC__PHILOX_ROUNDS = 10 };
 
+/* Of numbers of 16 bits, those below it drop at `rate`; 0: none. */
+static inline int dc__philox_threshold(float rate) {
+  const int t = (int)(rate * 65536.0f + 0.5f);
+  return t < 65536 ? t : 65535;
+}
+
 /* The counter c becomes its four numbers. */
 static inline void dc__philox(uint32_t *c, uint32_t key0, uint32_t key1) {
   for (int r = 0; r < DC__PHILOX_ROUNDS; r++, key0 += DC__PHILOX_W0, key1 += DC__PHILOX_W1) {

@@ -36,13 +36,6 @@ template <class F> void launch(int64_t units, int bytes, F body) {
     block.run(ATT_THREADS, order_of_threads, [&] { body(unit, room); });
   }
 }
-template <class F> int with_type(int dt, F f) {
-  if (dt == DC_F32) f(F32());
-  else if (dt == DC_BF16) f(BF16());
-  else f(F16());
-  return DC_OK;
-}
-
 int wide_runs, narrow_runs, whole_runs, piece_runs;
 void note(const AttPlan &plan) {
   wide_runs += plan.wide, narrow_runs += !plan.wide, whole_runs += plan.whole, piece_runs += !plan.whole;
@@ -51,7 +44,7 @@ void note(const AttPlan &plan) {
 
 // What dc_cuda_attention launches.
 int run_forward(const dc_attention_args *args) {
-  return with_type(args->dtype, [&](auto tag) {
+  with_low(args->dtype, [&](auto tag) {
     using T = decltype(tag);
     const AttPlan plan = att_forward_plan(*args);
     note(plan);
@@ -60,11 +53,12 @@ int run_forward(const dc_attention_args *args) {
       else att_forward<T, 16>(*args, plan, room, unit);
     });
   });
+  return DC_OK;
 }
 int run_backward(const dc_attention_grad_args *args) {
-  return with_type(args->dtype, [&](auto tag) {
+  const dc_attention_grad_args &a = *args;
+  with_low(a.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const dc_attention_grad_args &a = *args;
     std::vector<float> deltas((size_t)(a.batch * a.heads * a.rows));
     launch((int64_t)deltas.size(), 0, [&](int64_t row, char *) {
       if (block_thread() >= WARP) return;
@@ -88,6 +82,7 @@ int run_backward(const dc_attention_grad_args *args) {
     launch(att_bias_count(n), of_bias.bytes,
            [&](int64_t unit, char *room) { att_grad_bias<T>(a, of_bias, n, deltas.data(), room, unit); });
   });
+  return DC_OK;
 }
 
 std::vector<std::vector<uint8_t>> forward_on(const Case &c, const std::vector<Array> &arrays, Place place = kAtStart) {

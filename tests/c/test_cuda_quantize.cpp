@@ -34,11 +34,6 @@ template <class F> void with_wide(bool wide, F f) {
   if (wide) f(Width<1>());
   else f(Width<0>());
 }
-template <class F> void with_type(int dt, F f) {
-  if (dt == DC_F32) f(F32());
-  else if (dt == DC_BF16) f(BF16());
-  else f(F16());
-}
 
 // What signs_kernel and levels_kernel do for all blocks. A block's lanes finish in any order: here from the last.
 template <int BITS, class Source, bool WIDE> void run_blocks(const Source &from, const Payload &p, float *error) {
@@ -78,7 +73,7 @@ TEST_F(CudaQuantize, QuantizeEqualsReference) {
               float *error = fed ? (float *)at[2] : nullptr;
               const Payload p = payload_at(at[0], bits, block, n);
               with_bits(bits, [&](auto width) {
-                with_type(dt, [&](auto t) {
+                with_low(dt, [&](auto t) {
                   with_wide(aligned16(at[1]) && aligned16(error), [&](auto wide) {
                     using T = decltype(t);
                     constexpr bool WIDE = decltype(wide)::value;
@@ -160,7 +155,7 @@ TEST_F(CudaQuantize,
             [=](auto &at) {
               const Payload p = payload_at(at[1], bits, block, n);
               with_bits(bits, [&](auto width) {
-                with_type(dt, [&](auto t) {
+                with_low(dt, [&](auto t) {
                   with_wide(aligned16(at[0]), [&](auto wide) {
                     using T = decltype(t);
                     for (int64_t thread = 0; thread < threads; thread++)
