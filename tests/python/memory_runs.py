@@ -252,6 +252,11 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
         out["predicted"] = deepc.estimate(
             model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)
         ).to_dict()
+    spread = case.get("stages") or case.get("ep")  # ranks with different stages or experts share different memory
+    if spread:  # all ranks are here: parts of what they share count once
+        dist.barrier()
+        out["shared_before"] = part_of_shared()
+        dist.barrier()
     before = resident()
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
@@ -271,9 +276,9 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
             del loss
             engine.step()
     out["after"], out["before"], out["plan"] = resident(), before, dict(engine.plan.bytes)
-    if case.get("stages") or case.get("ep"):  # all ranks are here: parts of what they share count once
+    if spread:
         dist.barrier()
-        out["part_of_shared"] = part_of_shared()
+        out["part_of_shared"] = part_of_shared() - out["shared_before"]
         dist.barrier()
     engine.destroy()
     return out
@@ -286,7 +291,7 @@ def run(case: dict, executes: bool = True) -> dict:
 
     world = case.get("world", 1)
     ranks = run_ranks(rank, world, args=(case,), fresh=True, executes=executes, limit_s=600)
-    if case.get("stages") or case.get("ep"):  # ranks with different stages or experts share different memory
+    if "part_of_shared" in ranks[0]:
         shared = sum(r["part_of_shared"] for r in ranks)
     else:
         shared = max(r["after"]["RssShmem"] - r["before"]["RssShmem"] for r in ranks)

@@ -42,6 +42,14 @@ def estimate(cfg: dict, ranks: int = 2, **options):
     )
 
 
+CONTROL = "control of all ranks"
+
+
+def shared_by(e) -> dict[str, int]:
+    """Bytes of a node's shared memory by the row that has them."""
+    return {r.name: r.shared for r in e.rows if r.shared}
+
+
 class Known(TinyGPT):
     @property
     def dummy_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +82,9 @@ def test_the_figures_of_stages_add_up() -> None:
 
 def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
     alone, shared = estimate(pipeline(2), ranks=2), estimate(pipeline(2), ranks=4)
-    assert shared.shared > alone.shared == 0  # the buckets of two groups
+    assert shared_by(alone) == {CONTROL: alone.shared}
+    assert set(shared_by(shared)) == {CONTROL, "gradient buckets and control"}  # the buckets of two groups
+    assert sum(shared_by(shared).values()) == shared.shared
     assert shared.node_peak == 2 * sum(shared.stages) + shared.shared
     states = [{r.name: r.host for r in e.rows}["optimizer states"] for e in (alone, shared)]
     assert states[1] < 0.75 * states[0]
@@ -90,15 +100,15 @@ def test_tensor_parallel_ranks_share_a_stage() -> None:
     assert len(cut.stages) == 2 and cut.rank_peak == max(cut.stages)
     assert 1.2 < cut.between_steps / whole.between_steps < 1.5  # twice as many ranks, each with two thirds
     assert cut.activations < 0.85 * whole.activations
-    sums = {r.name: r.shared for r in cut.rows}["sums over tensor-parallel ranks"]
-    assert cut.shared == sums > 0  # a group's for each stage
+    sums = shared_by(cut)["sums over tensor-parallel ranks"]
+    assert cut.shared == sums + shared_by(cut)[CONTROL] > sums > 0  # a group's for each stage
     assert cut.node_peak == 2 * sum(cut.stages) + cut.shared
     doubled = estimate(pipeline(2, tensor_parallel=TENSORS), ranks=8)
-    assert {r.name: r.shared for r in doubled.rows}["sums over tensor-parallel ranks"] == 2 * sums
+    assert shared_by(doubled)["sums over tensor-parallel ranks"] == 2 * sums
     assert doubled.between_steps < 1.4 * cut.between_steps  # twice the parameters, once the states
     over_nodes = estimate(pipeline(tensor_parallel=TENSORS), ranks=2, nodes=2)  # a stage on each
     assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared
-    assert over_nodes.shared == sums // 2
+    assert over_nodes.shared == sums // 2 + shared_by(over_nodes)[CONTROL]
 
 
 def test_a_block_that_is_cut_can_be_copied() -> None:

@@ -8,6 +8,7 @@ import copy
 import deepc
 import pytest
 import torch
+from deepc.core import ops
 from deepc.errors import ArgumentError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -36,6 +37,30 @@ def test_cast_equals_torch(n, source, target):
     assert torch.equal(dst, src.float().to(target))
     torch.ops.deepc.cast_tensor(src, dst, 0.5)
     assert torch.equal(dst, (src.float() * 0.5).to(target))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("given", FLOATS)
+def test_gradients_are_added_up_as_torch_does(dtype, given):
+    """In the memory of the sum; those whose layouts differ too."""
+    gradient = make(70_001, given).view(1, -1)
+    total = ops.add_up(None, gradient, dtype)
+    assert torch.equal(total, gradient.to(dtype))
+    for i, more in enumerate((make(70_001, given, 1).view(1, -1), make(140_002, given, 2).view(1, -1)[:, ::2])):
+        want = total.clone().add_(more)
+        again = ops.add_up(total, more, dtype)
+        assert again is total and torch.equal(total, want), i
+    assert torch.equal(ops.add_up(total.half(), gradient, dtype), total.half().to(dtype).add_(gradient))
+
+
+def test_a_16_bit_gradient_is_added_without_a_copy_in_fp32():
+    total, gradient = make(1 << 20, torch.float32), make(1 << 20, torch.bfloat16)
+    taken = []
+    for add in (lambda: total.add_(gradient), lambda: ops.add_up(total, gradient, torch.float32)):
+        with torch.profiler.profile(profile_memory=True) as seen:
+            add()
+        taken.append(sum(max(0, e.self_cpu_memory_usage) for e in seen.events()))
+    assert taken[0] >= 4 << 20 and taken[1] == 0  # what torch's takes: the profiler sees it
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -33,6 +33,18 @@ def _load() -> ctypes.CDLL:
 _library = _load()
 
 
+def add_up(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of gradients so far (None: there is none) with one more, in `dtype`; `total` is written where it has that
+    dtype. torch's add_ gives the same bits, and makes an fp32 copy of a 16-bit gradient for it."""
+    if total is None:
+        return gradient.to(dtype)
+    total = total.to(dtype)
+    if dtype != torch.float32 or gradient.dtype == dtype or not (total.is_contiguous() and gradient.is_contiguous()):
+        return total.add_(gradient)
+    torch.ops.deepc.add_scaled(total, gradient, 1.0)
+    return total
+
+
 def use_heap(on: bool) -> bool:
     """Whether torch's CPU tensors of at least 1 MiB now come from the core's heap (shim/torch_heap.c)."""
     return bool(_library.dct_heap_use(int(on)))

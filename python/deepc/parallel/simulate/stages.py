@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core import memory
+from ...core import memory, ops
 from ...core.foreign import private
 from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
@@ -173,8 +173,8 @@ class StageOnPaper:
 
     def _add_copied(self, i: int, p: torch.Tensor) -> None:
         if p.grad is not None:
-            grad, p.grad = p.grad.to(self._sums_in), None
-            self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
+            grad, p.grad = p.grad, None
+            self._copied[i] = ops.add_up(self._copied.get(i), grad, self._sums_in)
 
     def _take_copied(self) -> None:
         for p, holders in self._lent_here:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from ...core import ops
 from ...core.foreign import private
 from ...errors import DeepcError, UnsupportedError
 from ..state import ModelState
@@ -160,8 +161,7 @@ class GradientHooks:
 
     def _sum(self, index: int, p: torch.Tensor, dtype: torch.dtype) -> None:
         grad, p.grad = _dense(cast(torch.Tensor, p.grad)), None
-        late = self._late.get(index)
-        self._late[index] = grad.to(dtype) if late is None else late.to(dtype).add_(grad)
+        self._late[index] = ops.add_up(self._late.get(index), grad, dtype)
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
         self._added.add(index)
@@ -220,7 +220,7 @@ class GradientHooks:
         next pass. Summed as other gradients that wait for it are (sums_in)."""
         late = self._late.get(index)
         if self.sums_in is not None:
-            self._late[index] = grad.to(self.sums_in) if late is None else late.add_(grad)
+            self._late[index] = ops.add_up(late, grad, self.sums_in)
         else:
             self._late[index] = grad if late is None else late + grad
 

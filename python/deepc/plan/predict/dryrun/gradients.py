@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ....core import ops
 from ....core.lib import call
 from .heap import ShadowHeap
 
@@ -130,7 +131,7 @@ class Reducer:
         """A gradient that waits for the next pass."""
         late = self._waiting.get(index)
         if self.sums_in is not None:
-            self._waiting[index] = gradient.to(self.sums_in) if late is None else late.add_(gradient)
+            self._waiting[index] = ops.add_up(late, gradient, self.sums_in)
         else:
             self._waiting[index] = gradient if late is None else late + gradient
 

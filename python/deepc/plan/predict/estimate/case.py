@@ -29,7 +29,7 @@ from ...derive import Machine, derive, meta_of
 from ...mesh import Mesh
 from ...plan import SLOTS
 from .figures import MemoryEstimate, Row, changed, from_dict
-from .states import assembled
+from .states import assembled, control_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     ConfigSource = Union[str, os.PathLike[str], dict[str, Any], Config]  # noqa: UP007
     OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]  # noqa: UP007
     Named = Sequence[tuple[str, torch.nn.Parameter]]
-
-
-TENSOR_BYTES = 8 << 20  # shared memory of a tensor-parallel group's communicator (measured, 2 ranks)
-EXPERT_BYTES = 12 << 20  # the same of a group that shares experts
 
 
 class Divided(NamedTuple):
@@ -349,7 +345,7 @@ def over_stages(
         + sum(e.shared for e in here[node])
         for node in range(nodes)
     ]
-    most = here[peaks.index(max(peaks))]
+    most, control = here[peaks.index(max(peaks))], _control_of_all(ranks_per_node)
     dearest = max(most, key=lambda e: e.rank_peak)
     names = dict.fromkeys(r.name for e in (dearest, *most) for r in e.rows)
     rows = {r.name: r for r in dearest.rows}
@@ -361,16 +357,21 @@ def over_stages(
         ranks_per_node=ranks_per_node,
         nodes=nodes,
         parameters=whole,
-        rows=tuple(replace(rows.get(n, Row(n)), shared=shared[n]) for n in names if n in rows or shared[n]),
+        rows=(*(replace(rows.get(n, Row(n)), shared=shared[n]) for n in names if n in rows or shared[n]), control),
         init_peak=max(e.init_peak for e in each),
-        shared=sum(e.shared for e in most),
-        node_peak=max(peaks),
+        shared=sum(e.shared for e in most) + control.shared,
+        node_peak=max(peaks) + control.shared,
         largest_gradient=max(e.largest_gradient for e in each),
         between_steps=sum(e.between_steps for e in most),
         backward_bound=sum(e.backward_bound for e in most),
         stages=tuple(e.rank_peak for e in each),
         notes=(*notes, *told),
     )
+
+
+def _control_of_all(ranks_per_node: int) -> Row:
+    """Of the group of all ranks of a node, where data-parallel ones are others."""
+    return Row("control of all ranks", shared=control_bytes(ranks_per_node))
 
 
 def _ranks(stage: int, wide: int, node: int, ranks_per_node: int) -> int:
@@ -386,11 +387,13 @@ def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
         return e
     groups, on_the_way = case.groups, []
     if case.tensor > 1:
-        sums = TENSOR_BYTES * e.ranks_per_node * case.experts
+        sums = control_bytes(min(case.tensor, case.ranks_per_node)) * e.ranks_per_node * case.experts
         on_the_way.append(Row("sums over tensor-parallel ranks", shared=sums))
     if case.experts > 1:
-        tokens = EXPERT_BYTES * e.ranks_per_node * case.tensor
+        tokens = control_bytes(min(case.experts, case.ranks_per_node)) * e.ranks_per_node * case.tensor
         on_the_way.append(Row("tokens between ranks that share experts", shared=tokens))
+    if case.stages == 1:
+        on_the_way.append(_control_of_all(case.ranks_per_node))
     shared = e.shared * groups + sum(r.shared for r in on_the_way)
     return changed(
         e,

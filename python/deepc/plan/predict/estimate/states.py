@@ -21,6 +21,7 @@ PAGE = 4096
 # where the page cache holds the file in large folios, and buffers that torch, oneDNN and MKL keep.
 LIBRARY_BYTES = 16 << 20
 CODE_BYTES = LIBRARY_BYTES + (17 << 20)
+CODE_BYTES_LOOKED = LIBRARY_BYTES + (4 << 20)  # of forward and backward alone, in fp32: before a model is cut
 CODE_BYTES_16BIT = LIBRARY_BYTES + (24 << 20)  # with oneDNN's generated 16-bit kernels
 # oneDNN generates a kernel for each product of each number of rows that an expert gets in 16 bit, and keeps so many
 # (measured, torch 2.13, AVX-512-BF16: 0.63 MiB each; in half of an expert's calls the number is a new one).
@@ -44,6 +45,11 @@ def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
     found = ctypes.c_int64()
     call("dc_comm_bytes", ranks, slots, _round(slot_bytes, PAGE), ctypes.byref(found))
     return found.value
+
+
+def control_bytes(ranks: int) -> int:
+    """Shared memory of so many ranks of a node that form a group, before they have gradients to reduce."""
+    return _comm_bytes(ranks, CONTROL_SLOT_BYTES, 2)
 
 
 def state_rows(
@@ -95,7 +101,7 @@ def state_rows(
         rows.append(
             Row(
                 "gradient buckets and control",
-                shared=_comm_bytes(n, CONTROL_SLOT_BYTES, 2) + _comm_bytes(n, plan.layout.bucket_elems * wire, SLOTS),
+                shared=control_bytes(n) + _comm_bytes(n, plan.layout.bucket_elems * wire, SLOTS),
             )
         )
     return _merge(rows), early
@@ -144,7 +150,7 @@ def assembled(
     copy_ = (
         largest * 4 if plan.has_master and plan.world > 1 else 0
     )  # one parameter at a time goes to all ranks in fp32
-    looked -= code - CODE_BYTES if looked else 0  # which is run in fp32
+    looked -= code - CODE_BYTES_LOOKED if looked else 0
     init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
     rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
     live = heap = saved = 0
