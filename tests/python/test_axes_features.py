@@ -141,6 +141,9 @@ def _sets_the_boundary(rank, world):
             UnsupportedError, match=rf"boundary\({value}\) of a pipeline: .*gradient_accumulation_steps"
         ):
             engine.set_gradient_accumulation_boundary(value)
+    with pytest.raises(UnsupportedError, match=r"no_sync\(\) of a pipeline: .*gradient_accumulation_steps"):
+        with engine.no_sync():
+            pass
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     assert engine.global_steps == STEPS
     engine.destroy()

@@ -14,7 +14,7 @@ from deepc.compat.runtime.pipe.topology import (
     ProcessTopology,
     _square,
 )
-from deepc.errors import ArgumentError
+from deepc.errors import ArgumentError, UnsupportedError
 from deepc.plan.mesh import Mesh
 from deepc.plan.schedule import actions
 from ranks import run_ranks
@@ -174,6 +174,9 @@ def _in_order(rank, world):
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3}}
     engine, *_ = deepspeed.initialize(model=model, config=config, training_data=Widening())
+    for keeps in (engine.no_sync, engine.coalesce_grad_reduction):
+        with pytest.raises(UnsupportedError, match=r"of a pipeline: train_batch .* leave the with block out"):
+            keeps()
     for _ in range(3):
         engine.train_batch()
     return seen

@@ -504,6 +504,13 @@ class PipelineEngine(Engine):
             return super().step(lr_kwargs)
         raise UnsupportedError(_ONLY)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        raise UnsupportedError(
+            "engine.no_sync() of a pipeline: train_batch keeps the gradients of its micro-batches on this rank as it is,"
+            " and reduces them once, at the end of the batch; leave the with block out, and set"
+            " gradient_accumulation_steps for more micro-batches"
+        )
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         raise UnsupportedError(
             f"engine.set_gradient_accumulation_boundary({is_boundary}) of a pipeline: train_batch knows its boundary,"
