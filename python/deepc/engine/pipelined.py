@@ -504,12 +504,14 @@ class PipelineEngine(Engine):
             return super().step(lr_kwargs)
         raise UnsupportedError(_ONLY)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         raise UnsupportedError(
-            "engine.no_sync() of a pipeline: train_batch keeps the gradients of its micro-batches on this rank as it is,"
+            "engine.no_sync() of a pipeline: train_batch keeps the gradients of micro-batches on this rank as it is,"
             " and reduces them once, at the end of the batch; leave the with block out, and set"
             " gradient_accumulation_steps for more micro-batches"
         )
+        yield  # what makes it a context manager
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         raise UnsupportedError(

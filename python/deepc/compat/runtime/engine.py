@@ -532,11 +532,13 @@ class PipelineEngine(pipelined.PipelineEngine, DeepSpeedEngine):
         if self.training_dataloader is not None:
             self.training_dataloader.keep_order()
 
-    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
         raise UnsupportedError(
             "engine.coalesce_grad_reduction() of a pipeline: train_batch reduces the gradients of a batch once, at its"
             " end, as it is; leave the with block out"
         )
+        yield  # what makes it a context manager
 
 
 def initialize(

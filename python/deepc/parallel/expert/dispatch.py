@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.ops import add_up
 from .gate import Routes
 
 
@@ -29,7 +30,7 @@ def _gathered(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | N
     for j, slot in enumerate(slots):
         part = rows.index_select(0, slot)
         if weights is None:
-            out += part
+            add_up(out, part, torch.float32)
         else:
             out.addcmul_(part.float(), weights[j][:, None])
     return out.to(rows.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.ops import add_up
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.loss import rows_per_chunk
 from ..axes import without_values
@@ -110,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if narrow.dtype == torch.float32:
                     grad_weight.addmm_(narrow.t(), h)
                 else:
-                    grad_weight += narrow.t() @ h
+                    add_up(grad_weight, narrow.t() @ h, torch.float32)
             if grad_bias is not None:
                 grad_bias += gradients.sum(0)
         ctx.grads, ctx.dtypes = (grad_hidden, grad_weight, grad_bias), (hidden.dtype, weight.dtype)
