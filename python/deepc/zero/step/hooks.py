@@ -219,10 +219,7 @@ class GradientHooks:
         """A gradient of trained parameter `index` that was made elsewhere (by another stage of a pipeline), for the
         next pass. Summed as other gradients that wait for it are (sums_in)."""
         late = self._late.get(index)
-        if self.sums_in is not None:
-            self._late[index] = ops.add_up(late, grad, self.sums_in)
-        else:
-            self._late[index] = grad if late is None else late + grad
+        self._late[index] = ops.add_up(late, grad, self.sums_in or (grad if late is None else late).dtype)
 
     def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """The same of a @ b, [m, k] x [k, n] of a parameter [m, n]: made where the sum lies, if that has their

@@ -130,10 +130,8 @@ class Reducer:
     def bring(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that waits for the next pass."""
         late = self._waiting.get(index)
-        if self.sums_in is not None:
-            self._waiting[index] = ops.add_up(late, gradient, self.sums_in)
-        else:
-            self._waiting[index] = gradient if late is None else late + gradient
+        dtype = self.sums_in or (gradient if late is None else late).dtype
+        self._waiting[index] = ops.add_up(late, gradient, dtype)
 
     def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """One that is a @ b."""

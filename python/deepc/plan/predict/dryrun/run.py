@@ -254,6 +254,7 @@ def run(
                 step()
             if sums is not None:
                 sums.end()
+            heap.settle()
     largest = max((p.numel() for p in fake.trained), default=0) * dtype.itemsize
     return {
         "freed": freed,
