@@ -111,6 +111,30 @@ def test_tensor_parallel_ranks_share_a_stage() -> None:
     assert over_nodes.shared == sums // 2 + shared_by(over_nodes)[CONTROL]
 
 
+def small_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = dict(vocab_size=2048, n_positions=32, n_embd=64, n_layer=6, n_head=2)
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+def _cut_by_the_engine(rank: int, world: int, cfg: dict) -> str:
+    engine, *_ = deepc.initialize(model=small_gpt2(), config=cfg)
+    text = engine.part.describe()
+    engine.destroy()
+    return text
+
+
+def test_a_model_is_cut_as_initialize_cuts_it() -> None:
+    """Inside of a block: whether a place is one is seen by values, which the estimate gives to a block of each kind."""
+    pytest.importorskip("transformers")
+    x = torch.zeros(2, 16, dtype=torch.int64)
+    cfg = config(0, micro=2, gas=2, pipeline={"stages": 2})
+    told = deepc.estimate(small_gpt2(), cfg, dict(input_ids=x, labels=x), ranks_per_node=2)
+    assert " before " in told.notes[0]
+    assert set(run_ranks(_cut_by_the_engine, 2, args=(cfg,))) == {told.notes[0].removeprefix("stages: ")}
+
+
 def test_a_block_that_is_cut_can_be_copied() -> None:
     """As the estimate does to see where it can be cut inside."""
     model = make_model(**SHAPE)

@@ -266,7 +266,7 @@ def _points(heap: ShadowHeap, blocks: list[torch.nn.Module], calls: chain.Calls)
                 tensors = [*block.parameters(), *block.buffers()]
                 real = copy.deepcopy(block, {id(t): _with_values(t) for t in tensors})
                 values, live = mapped(call, _with_values), _Live()
-                tracker = make_tracker()(live)
+                tracker = make_tracker()(live, values=True)
                 for t in (*real.parameters(), *real.buffers(), *every_tensor(values)):
                     tracker.known(t)
                 with tracker:

@@ -27,12 +27,14 @@ def make_tracker() -> type[Any]:
     from ....core.foreign.private import TorchDispatchMode, tree_leaves
 
     class Tracker(TorchDispatchMode):
-        """Follows every storage that an operation makes; each lies in `heap` from its birth to its death."""
+        """Follows every storage that an operation makes; each lies in `heap` from its birth to its death. values:
+        whether tensors have some, which may be read."""
 
-        def __init__(self, heap: ShadowHeap) -> None:
+        def __init__(self, heap: ShadowHeap, values: bool = False) -> None:
             super().__init__()  # type: ignore[no-untyped-call]  # torch
             self.heap, self.live, self.peak, self.peak_op, self.op = heap, 0, 0, "", ""
             self.guesses: list[str] = []
+            self._values = values
             self.of_experts: Seen | None = None
             self.products = 0  # of experts, in forwards
             self._sizes: dict[int, int] = {}  # of living storages, by their address
@@ -47,7 +49,7 @@ def make_tracker() -> type[Any]:
                 raise UnsupportedError(
                     f"the model calls the collective {func} in its forward, which a dry run of one rank can't do"
                 )
-            if func in _READS:
+            if func in _READS and not self._values:
                 self.guesses.append(self.op)
                 return _guess(func, args)
             if (workspace := _WORKSPACE.get(func)) is not None:
