@@ -75,7 +75,7 @@ CASES: dict[str, dict] = {
     ),
     "H stage 1, 2 stages, 1f1b, fp32, budget": dict(P, stage=1, world=2, stages=2, budget="120MB"),
     "H stage 2, 2 stages x 2 ranks, gpipe, bf16, budget": dict(
-        P, stage=2, world=4, stages=2, schedule="gpipe", bf16=True, budget="250MB"
+        P, stage=2, world=4, stages=2, schedule="gpipe", bf16=True, budget="200MB"
     ),
     "B stage 0, 2 stages, 1f1b, fp32, budget": dict(B, stage=0, world=2, stages=2, micro=2, gas=4, budget="150MB"),
     "M stage 0, 1 rank, fp32, experts": dict(M, stage=0, micro=8),
