@@ -240,10 +240,19 @@ def part_of_shared() -> int:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss_Shmem:"))
 
 
+def together_shared() -> int:
+    """part_of_shared() while all ranks are here: over them, what they share counts once. Collective."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    out = part_of_shared()
+    dist.barrier()
+    return out
+
+
 def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     """One rank's part of a run."""
     import deepc
-    import torch.distributed as dist
     from deepc.plan.predict.dryrun import call_model, loss_of
 
     model, batch = make_model(case), make_batch(case)
@@ -253,10 +262,7 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
             model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)
         ).to_dict()
     spread = case.get("stages") or case.get("ep")  # ranks with different stages or experts share different memory
-    if spread:  # all ranks are here: parts of what they share count once
-        dist.barrier()
-        out["shared_before"] = part_of_shared()
-        dist.barrier()
+    shared_before = together_shared() if spread else 0
     before = resident()
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
@@ -277,9 +283,7 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
             engine.step()
     out["after"], out["before"], out["plan"] = resident(), before, dict(engine.plan.bytes)
     if spread:
-        dist.barrier()
-        out["part_of_shared"] = part_of_shared() - out["shared_before"]
-        dist.barrier()
+        out["part_of_shared"] = together_shared() - shared_before
     engine.destroy()
     return out
 

@@ -83,6 +83,7 @@ def test_the_figures_of_stages_add_up() -> None:
 def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
     alone, shared = estimate(pipeline(2), ranks=2), estimate(pipeline(2), ranks=4)
     assert shared_by(alone) == {CONTROL: alone.shared}
+    assert shared.shared > alone.shared
     assert set(shared_by(shared)) == {CONTROL, "gradient buckets and control"}  # the buckets of two groups
     assert sum(shared_by(shared).values()) == shared.shared
     assert shared.node_peak == 2 * sum(shared.stages) + shared.shared

@@ -33,9 +33,11 @@ def _load() -> ctypes.CDLL:
 _library = _load()
 
 
-def add_up(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of gradients so far (None: there is none) with one more, in `dtype`; `total` is written where it has that
-    dtype. torch's add_ gives the same bits, and makes an fp32 copy of a 16-bit gradient for it."""
+def add_up(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum of gradients so far (None: there is none) with one more, in `dtype` (None: that of the sum, or of the
+    first gradient); `total` is written where it has that dtype. torch's add_ gives the same bits, and makes an fp32
+    copy of a 16-bit gradient for it."""
+    dtype = dtype or (gradient if total is None else total).dtype
     if total is None:
         return gradient.to(dtype)
     total = total.to(dtype)

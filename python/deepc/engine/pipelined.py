@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ..comm.failures import break_messages
 from ..comm.groups import lost
-from ..core import ops
-from ..core.ops import torch_dtype
+from ..core.ops import add_up, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.hops import Hops, in_words
 from ..parallel.pipeline.measured import Measured, measured
@@ -415,7 +414,7 @@ class PipelineEngine(Engine):
                 assert p.grad is not None
                 grad, p.grad = p.grad, None
                 if i in self._trained_ties:
-                    self._copied[i] = ops.add_up(self._copied.get(i), grad, torch_dtype(self.plan.accumulator))
+                    self._copied[i] = add_up(self._copied.get(i), grad, torch_dtype(self.plan.accumulator))
 
             self._undo.callback(copy.register_post_accumulate_grad_hook(add).remove)
 

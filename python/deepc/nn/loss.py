@@ -137,12 +137,12 @@ def _row_stride(classes: int, dtype: torch.dtype) -> int:
     return classes if dtype == torch.float32 else -(-classes // 32) * 32
 
 
-class _WeightGradient:
-    """Sum over chunks of gradient^T @ hidden, [v, d]; in fp32 however wide the operands are."""
+class WeightGradient:
+    """Sum over chunks of gradient^T @ hidden, [v, d]."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, chunks: int) -> None:
-        """dtype: of the operands. chunks: how many will be added; a single one needs no accumulator."""
-        self._sum = torch.empty(weight.shape, dtype=torch.float32 if chunks > 1 else dtype, device=weight.device)
+    def __init__(self, weight: Tensor, dtype: torch.dtype, sums: torch.dtype = torch.float32) -> None:
+        """dtype: of the operands. sums: fp32, or that of the operands, for a single chunk."""
+        self._sum = torch.empty(weight.shape, dtype=sums, device=weight.device)
         self._first = True
         self._direct = self._sum.dtype == dtype
         self._slab = (
@@ -203,7 +203,8 @@ def _run(
     ].zero_()  # oneDNN's bf16 product reads to the end of its tile: a NaN that lies there would come through
     none = torch.empty(0, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if wants[0] else hidden.new_empty(0)
-    grad_weight = _WeightGradient(weight, dtype, -(-n // rows) if n else 1) if wants[1] else None
+    sums = torch.float32 if n > rows else dtype  # a single chunk needs no accumulator
+    grad_weight = WeightGradient(weight, dtype, sums) if wants[1] else None
     grad_bias = torch.zeros(classes, dtype=torch.float32, device=hidden.device) if wants[2] else None
     for begin in range(0, n, rows):
         part = slice(begin, min(n, begin + rows))

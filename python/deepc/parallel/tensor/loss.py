@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.ops import add_up
 from ...errors import ArgumentError, UnsupportedError
-from ...nn.loss import rows_per_chunk
+from ...nn.loss import WeightGradient, rows_per_chunk
 from ..axes import without_values
 from .cut import Cut
 from .group import TensorGroup
@@ -97,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = rows_per_chunk(n, max(map(cut.width, range(cut.ranks))), 4)
         losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants[1] else None
+        sum_weight = WeightGradient(weight, hidden.dtype) if wants[1] else None
         grad_bias = torch.zeros(classes, dtype=torch.float32, device=weight.device) if wants[2] else None
         for begin in range(0, n, rows):
             chunk = slice(begin, begin + rows)
@@ -107,13 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             narrow = gradients.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(narrow, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                if narrow.dtype == torch.float32:
-                    grad_weight.addmm_(narrow.t(), h)
-                else:
-                    add_up(grad_weight, narrow.t() @ h, torch.float32)
+            if sum_weight is not None:
+                sum_weight.add(narrow, h)
             if grad_bias is not None:
                 grad_bias += gradients.sum(0)
+        grad_weight = None if sum_weight is None else sum_weight.result(torch.float32)
         ctx.grads, ctx.dtypes = (grad_hidden, grad_weight, grad_bias), (hidden.dtype, weight.dtype)
         return losses.sum()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -131,7 +131,8 @@ class GradientHooks:
             if self.synchronising:
                 self._take(index, p)
             elif self.sums_in is not None:
-                self._sum(index, p, self.sums_in)
+                grad, p.grad = _dense(p.grad), None
+                self.bring(index, grad)
             else:
                 self._kept = True
 
@@ -158,10 +159,6 @@ class GradientHooks:
             self._late[index] = grad
         else:
             self._add(index, grad)
-
-    def _sum(self, index: int, p: torch.Tensor, dtype: torch.dtype) -> None:
-        grad, p.grad = _dense(cast(torch.Tensor, p.grad)), None
-        self._late[index] = ops.add_up(self._late.get(index), grad, dtype)
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
         self._added.add(index)
@@ -216,10 +213,9 @@ class GradientHooks:
         self.end_pass()
 
     def bring(self, index: int, grad: torch.Tensor) -> None:
-        """A gradient of trained parameter `index` that was made elsewhere (by another stage of a pipeline), for the
-        next pass. Summed as other gradients that wait for it are (sums_in)."""
-        late = self._late.get(index)
-        self._late[index] = ops.add_up(late, grad, self.sums_in or (grad if late is None else late).dtype)
+        """A gradient of trained parameter `index` for the next pass: one that is not synchronised, or was made
+        elsewhere (by another stage of a pipeline). Summed in sums_in, where that is set."""
+        self._late[index] = ops.add_up(self._late.get(index), grad, self.sums_in)
 
     def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """The same of a @ b, [m, k] x [k, n] of a parameter [m, n]: made where the sum lies, if that has their

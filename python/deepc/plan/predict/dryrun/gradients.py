@@ -129,9 +129,7 @@ class Reducer:
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that waits for the next pass."""
-        late = self._waiting.get(index)
-        dtype = self.sums_in or (gradient if late is None else late).dtype
-        self._waiting[index] = ops.add_up(late, gradient, dtype)
+        self._waiting[index] = ops.add_up(self._waiting.get(index), gradient, self.sums_in)
 
     def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """One that is a @ b."""

@@ -180,7 +180,7 @@ class ShadowHeap:
             self._mapped += nbytes
         else:
             new = self._pages.touch(at // PAGE, (at + nbytes + PAGE - 1) // PAGE)
-            self._heap += PAGE * int(new * self._counts)
+            self._heap += int(PAGE * new * self._counts)
 
     def free(self, key: int) -> None:
         if key not in self._blocks:

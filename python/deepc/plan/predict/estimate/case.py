@@ -340,12 +340,14 @@ def over_stages(
     stages, world = len(each), ranks_per_node * nodes
     wide = world // stages  # ranks of a stage, next to each other
     here = [[e for s, e in enumerate(each) if _ranks(s, wide, node, ranks_per_node)] for node in range(nodes)]
+    control = _control_of_all(ranks_per_node)
     peaks = [
         sum(e.rank_peak * _ranks(s, wide, node, ranks_per_node) for s, e in enumerate(each))
         + sum(e.shared for e in here[node])
+        + control.shared
         for node in range(nodes)
     ]
-    most, control = here[peaks.index(max(peaks))], _control_of_all(ranks_per_node)
+    most = here[peaks.index(max(peaks))]
     dearest = max(most, key=lambda e: e.rank_peak)
     names = dict.fromkeys(r.name for e in (dearest, *most) for r in e.rows)
     rows = {r.name: r for r in dearest.rows}
@@ -360,7 +362,7 @@ def over_stages(
         rows=(*(replace(rows.get(n, Row(n)), shared=shared[n]) for n in names if n in rows or shared[n]), control),
         init_peak=max(e.init_peak for e in each),
         shared=sum(e.shared for e in most) + control.shared,
-        node_peak=max(peaks) + control.shared,
+        node_peak=max(peaks),
         largest_gradient=max(e.largest_gradient for e in each),
         between_steps=sum(e.between_steps for e in most),
         backward_bound=sum(e.backward_bound for e in most),
@@ -386,12 +388,13 @@ def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
     if case.tensor * case.experts == 1:
         return e
     groups, on_the_way = case.groups, []
-    if case.tensor > 1:
-        sums = control_bytes(min(case.tensor, case.ranks_per_node)) * e.ranks_per_node * case.experts
-        on_the_way.append(Row("sums over tensor-parallel ranks", shared=sums))
-    if case.experts > 1:
-        tokens = control_bytes(min(case.experts, case.ranks_per_node)) * e.ranks_per_node * case.tensor
-        on_the_way.append(Row("tokens between ranks that share experts", shared=tokens))
+    for name, size, others in (
+        ("sums over tensor-parallel ranks", case.tensor, case.experts),
+        ("tokens between ranks that share experts", case.experts, case.tensor),
+    ):
+        if size > 1:
+            of_one = control_bytes(min(size, case.ranks_per_node))
+            on_the_way.append(Row(name, shared=of_one * e.ranks_per_node * others))
     if case.stages == 1:
         on_the_way.append(_control_of_all(case.ranks_per_node))
     shared = e.shared * groups + sum(r.shared for r in on_the_way)
