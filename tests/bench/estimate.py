@@ -1,4 +1,4 @@
-"""Predicted against measured peak memory of 30 training runs, one JSON line each and one with the errors of all.
+"""Predicted against measured peak memory of training runs, one JSON line each and one with the errors of all.
 
     python tests/bench/estimate.py [--only TEXT] [--cases N]
 
