@@ -51,6 +51,10 @@ def test_gradients_are_added_up_as_torch_does(dtype, given):
         again = ops.add_up(total, more, dtype)
         assert again is total and torch.equal(total, want), i
     assert torch.equal(ops.add_up(total.half(), gradient, dtype), total.half().to(dtype).add_(gradient))
+    wider = torch.promote_types(dtype, given)
+    want = total + gradient
+    again = ops.add_up(total, gradient)
+    assert torch.equal(again, want) and again.dtype == want.dtype == wider and (again is total) == (wider == dtype)
 
 
 def test_a_16_bit_gradient_is_added_without_a_copy_in_fp32():

@@ -95,10 +95,7 @@ def planned(tmp_path, capsys, nodes, options):
 
 
 CASES = {  # nodes, by their ranks -> options
-    (2, 2): [
-        "--dp 2 --tp 2 --stage 3 --micro 2",
-        "--dp 2 --pp 2 --stage 1 --micro 2 --recompute yes --pipeline-schedule 1f1b",
-    ],
+    (2, 2): ["--dp 2 --pp 2 --stage 1 --micro 2 --recompute yes --pipeline-schedule 1f1b"]
 }
 MORE = {
     (2,): [
@@ -114,6 +111,7 @@ MORE = {
     ],
     (2, 2): [
         "",
+        "--dp 2 --tp 2 --stage 3 --micro 2",
         "--dp 4 --stage 3 --micro 1",
         "--pp 4 --micro 4 --pipeline-schedule 1f1b",
         "--pp 2 --dp 2 --stage 3 --micro 1 --pipeline-schedule interleaved",

@@ -184,7 +184,7 @@ def run(kind: str, budget, steps: int = 3, **more):
         engine.destroy()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 def test_ten_budgets_are_kept_and_no_bit_differs(kind):
     wanted, end, _, none = run(kind, None)
     assert none == {}

@@ -34,12 +34,12 @@ _library = _load()
 
 
 def add_up(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum of gradients so far (None: there is none) with one more, in `dtype` (None: that of the sum, or of the
-    first gradient); `total` is written where it has that dtype. torch's add_ gives the same bits, and makes an fp32
-    copy of a 16-bit gradient for it."""
-    dtype = dtype or (gradient if total is None else total).dtype
+    """The sum of gradients so far (None: there is none) with one more, in `dtype` (None: the wider of both); `total` is
+    written where it has that dtype. torch's add_ gives the same bits, and makes an fp32 copy of a 16-bit gradient for
+    it."""
     if total is None:
-        return gradient.to(dtype)
+        return gradient.to(dtype or gradient.dtype)
+    dtype = dtype or torch.promote_types(total.dtype, gradient.dtype)
     total = total.to(dtype)
     if dtype != torch.float32 or gradient.dtype == dtype or not (total.is_contiguous() and gradient.is_contiguous()):
         return total.add_(gradient)

@@ -30,7 +30,7 @@ def _gathered(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | N
     for j, slot in enumerate(slots):
         part = rows.index_select(0, slot)
         if weights is None:
-            add_up(out, part)
+            add_up(out, part, out.dtype)
         else:
             out.addcmul_(part.float(), weights[j][:, None])
     return out.to(rows.dtype)

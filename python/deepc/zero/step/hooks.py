@@ -148,7 +148,7 @@ class GradientHooks:
         if self._factor != 1.0:
             grad = grad * self._factor
         if (late := self._late.pop(index, None)) is not None:
-            grad = grad + late
+            grad = ops.add_up(late, grad)
         if index in self._added:
             if self._one_gradient:
                 raise UnsupportedError(
@@ -195,8 +195,8 @@ class GradientHooks:
             self._kept = False
             for i, p in enumerate(self._params):
                 if p.grad is not None:
-                    late, grad, p.grad = self._late.pop(i, None), _dense(p.grad), None
-                    self._late[i] = grad if late is None else late + grad
+                    grad, p.grad = _dense(p.grad), None
+                    self._late[i] = ops.add_up(self._late.get(i), grad)
         for i in [i for i in self._late if i not in self._added]:
             self._add(i, self._late.pop(i))
         self.open = False

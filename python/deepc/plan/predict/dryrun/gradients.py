@@ -122,8 +122,7 @@ class Reducer:
                 return
             if p.grad is not None:
                 grad, p.grad = p.grad, None
-                late = self._waiting.pop(index, None)
-                self._lend(index, grad if late is None else grad + late)
+                self._lend(index, ops.add_up(self._waiting.pop(index, None), grad))
 
         return take
 
