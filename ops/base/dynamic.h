@@ -35,6 +35,25 @@ DC_API int dc_dynamic_read(const dc_dynamic *dynamic, struct dc_dynamic_stats *o
 /* NULL is allowed. */
 DC_API int dc_dynamic_close(dc_dynamic *dynamic);
 
+/* ---- the same on a GPU: dynamic_cuda.c ------------------------------------------------------------------------------
+ */
+typedef struct dc_dynamic_cuda dc_dynamic_cuda;
+
+/* *at: the start of `bytes` of addresses of GPU `device` (its number among those that are visible), on a boundary of
+ * the driver's pages (2 MiB mostly). slack, *out: as above. DC_E_INVALID: as above, or there is no such device.
+ * DC_E_UNSUPPORTED: there is no driver, or the device has no virtual memory management. DC_E_NOMEM: no addresses are
+ * left. DC_E_CUDA: the driver's own error. */
+DC_API int dc_dynamic_cuda_open(int device, size_t bytes, double slack, dc_dynamic_cuda **out, void **at);
+/* As dc_dynamic_resize, with pages of the driver. The zeros above what it held are written in the order of `stream` (a
+ * CUstream or cudaStream_t of the device; NULL: the default one). Before memory is given back all work of the device is
+ * waited for. DC_E_CUDA too: also the error of a kernel that ran before. */
+DC_API int dc_dynamic_cuda_resize(dc_dynamic_cuda *dynamic, size_t bytes, void *stream);
+/* As dc_dynamic_read. */
+DC_API int dc_dynamic_cuda_read(const dc_dynamic_cuda *dynamic, struct dc_dynamic_stats *out);
+/* Waits for all work of the device. NULL is allowed. The range is gone whatever is returned; DC_OK where the driver has
+ * been shut down before (at the end of a process). */
+DC_API int dc_dynamic_cuda_close(dc_dynamic_cuda *dynamic);
+
 #ifdef __cplusplus
 }
 #endif

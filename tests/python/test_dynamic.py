@@ -7,11 +7,15 @@ import gc
 import math
 import mmap
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from deepc import DynamicTensor
 from deepc.errors import ArgumentError, DeepcError, OutOfMemoryError, UnsupportedError
+from programs import run_python
 
 PAGE = mmap.PAGESIZE
 
@@ -182,6 +186,72 @@ class TestRefusals:
         with pytest.raises(DeepcError, match="reserve less|addresses"):
             DynamicTensor((8,), most=(1 << 59,))
 
-    def test_gpus_are_not_there_yet(self):
-        with pytest.raises(UnsupportedError, match="cuda"):
-            DynamicTensor((8,), most=(8,), device="cuda")
+    def test_devices_that_are_not_there(self):
+        with pytest.raises(UnsupportedError, match="'meta'.*CPU or on an NVIDIA GPU"):
+            DynamicTensor((8,), most=(8,), device="meta")
+        if not torch.cuda.is_available():
+            with pytest.raises(UnsupportedError, match="'cuda:1'.*sees no GPU here"):
+                DynamicTensor((8,), most=(8,), device="cuda:1")
+
+
+ON_A_STAND_IN = """
+import ctypes, math, random, sys, types
+gpu = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)         # "libcuda.so.1" from now on
+room = ctypes.c_int64.in_dll(gpu, "stand_in_cuda")              # its first field
+import torch
+from deepc import DynamicTensor
+from deepc.errors import DeepcError, OutOfMemoryError
+from deepc.nn import dynamic
+
+emptied = []
+torch.cuda.is_available, torch.cuda.init, torch.cuda.current_device = lambda: True, lambda: None, lambda: 1
+torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)
+torch.cuda.empty_cache = lambda: emptied.append(room.value)
+dynamic._CudaRange.tensor = dynamic._Range.tensor               # its memory is this process's
+
+rng, all_of_it = random.Random(0), room.value
+d = DynamicTensor((0, 24), most=(100_000, 24), device="cuda")
+assert d.stats().used == 0 and d.stats().committed == 0
+plain = torch.zeros(0, 24)
+for _ in range(40):
+    rows = rng.randrange(100_000)
+    kept, plain = plain[:rows], torch.zeros(rows, 24)
+    plain[: len(kept)] = kept
+    x = d.resize(rows)
+    assert torch.equal(x, plain)
+    s = d.stats()
+    assert s.used == x.nbytes <= s.committed <= s.used + max(s.used // 32, 2 << 20)
+    x[rows // 2 :].fill_(float(rng.randrange(100)))
+    plain[rows // 2 :] = x[rows // 2 :]
+assert room.value == all_of_it - d.stats().committed and not emptied
+assert torch.equal(d.resize(10), plain[:10])
+d.append(torch.ones(5, 24))
+assert torch.equal(d.tensor[10:], torch.ones(5, 24)) and len(d) == 15
+assert DynamicTensor.stats_of_all("cuda").used == d.tensor.nbytes and not DynamicTensor.stats_of_all("cpu").used
+
+torch.cuda.empty_cache = lambda: emptied.append(setattr(room, "value", 4 << 20))
+room.value = 0                                                  # torch's allocator keeps all of it
+d.resize(40_000)
+assert len(emptied) == 1 and d.shape[0] == 40_000
+try:
+    d.resize(100_000)
+    raise SystemExit("there was no memory for it")
+except OutOfMemoryError as exc:
+    assert "GPU 1" in str(exc) and len(emptied) == 2 and d.shape[0] == 40_000
+room.value = all_of_it - d.stats().committed
+del x, d
+assert room.value == all_of_it
+"""
+
+
+def test_a_gpus_memory_grows_in_place_over_a_drivers_stand_in(tmp_path):
+    """The driver is a stand-in over this process's memory (tests/c); what a GPU does is in test_gpu_dynamic.py."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source = Path(__file__).parents[1] / "c" / "stand_in_cuda.c"
+    library = tmp_path / "stand_in.so"
+    options = "-std=c17 -D_GNU_SOURCE -O1 -fPIC -shared -Wl,-soname,libcuda.so.1".split()
+    subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
+    done = run_python("-c", ON_A_STAND_IN, str(library))
+    assert done.returncode == 0, done.stderr

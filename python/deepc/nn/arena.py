@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import os
 from typing import NamedTuple
 
 import torch
 
-from ..core.lib import DynamicStats, call
 from ..core.memory import tensor_at
 from ..errors import ArgumentError
 from .dynamic import _Range
@@ -73,7 +71,7 @@ class Arena:
                 f" {self._extent}; give a larger `most`"
             )
         if begin + size > self._backed:
-            call("dc_dynamic_resize", self._range.handle, begin + size)
+            self._range.resize(begin + size)
             self._backed = begin + size
         bisect.insort(self._places, (begin, begin + size))
         self._used += size
@@ -86,17 +84,16 @@ class Arena:
     def ready(self, nbytes: int) -> None:
         """The first `nbytes` have memory from here on."""
         if (nbytes := min(nbytes, self._most)) > self._backed:
-            call("dc_dynamic_resize", self._range.handle, nbytes)
+            self._range.resize(nbytes)
             self._backed = nbytes
 
     def release(self) -> None:
         """What lies behind the last value is the system's again."""
-        call("dc_dynamic_resize", self._range.handle, self._extent)
+        self._range.resize(self._extent)
         self._backed = self._extent
 
     def stats(self) -> ArenaStats:
-        read = DynamicStats()
-        call("dc_dynamic_read", self._range.handle, ctypes.byref(read))
+        read = self._range.read()
         return ArenaStats(
             read.reserved,
             read.committed,

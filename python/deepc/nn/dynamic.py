@@ -12,7 +12,7 @@ import torch
 
 from ..core.lib import C, DynamicStats, call
 from ..core.memory import tensor_at
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, OutOfMemoryError, UnsupportedError
 
 
 class Stats(NamedTuple):
@@ -33,13 +33,15 @@ class Stats(NamedTuple):
 
 
 class DynamicTensor:
-    """A CPU tensor whose leading sizes change at run time without a copy: addresses are reserved once, for `most`, and
-    their pages are given and taken as it grows and shrinks (ops/base/dynamic.c).
+    """A tensor whose leading sizes change at run time without a copy: addresses are reserved once, for `most`, and
+    their pages are given and taken as it grows and shrinks (ops/base/dynamic.c; on a GPU CUDA's virtual memory
+    management, ops/base/dynamic_cuda.c).
 
     size: its shape now. most: a shape whose number of elements it never exceeds; addresses cost no memory, so be
     generous. dtype: torch's default if None. slack: the memory that it may keep without using it, as a part of what it
     uses (or less than a page). Pages are dear to take: with more, a small tensor whose length goes up and down is
-    faster (math.inf: what it once had it keeps).
+    faster (math.inf: what it once had it keeps). device: the CPU or a GPU ("cuda": the current one), whose pages are of
+    2 MiB.
 
     `tensor` is a plain, contiguous tensor, and torch's functions take the DynamicTensor itself for it:
 
@@ -50,11 +52,16 @@ class DynamicTensor:
 
     What it holds keeps its place in memory order (as with Tensor.resize_): rows stay when the first size changes. What
     it grows by is zero. What was made of it before stays valid when it grows, in autograd too; when it shrinks, the
-    tensors of before must not be read (they would read zeros) nor written, and a backward that needs one raises torch's
-    "modified by an inplace operation".
+    tensors of before must not be read (they would read zeros; on a GPU the kernel fails) nor written, and a backward
+    that needs one raises torch's "modified by an inplace operation".
+
+    On a GPU zeros are written in the order of the current stream. Growing waits for nothing; giving memory back waits
+    for all work of the device, so a length that goes up and down wants slack. torch's allocator is asked for what it
+    keeps unused before a size is refused.
 
     ArgumentError names a size that does not fit; OutOfMemoryError comes before the kernel would kill, and nothing has
-    changed then. Memory is freed with the last tensor over it. For one thread at a time. No GPU yet: UnsupportedError.
+    changed then. UnsupportedError: another device, or no GPU here. Memory is freed with the last tensor over it. For
+    one thread at a time.
     """
 
     _living: ClassVar[WeakSet[DynamicTensor]] = WeakSet()
@@ -68,8 +75,7 @@ class DynamicTensor:
         slack: float = 1 / 32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if torch.device(device).type != "cpu":
-            raise UnsupportedError(f"DynamicTensor(device={str(device)!r}) does not exist yet: it lives on the CPU")
+        of = _checked_device(device)
         self._dtype = dtype or torch.get_default_dtype()
         self._shape = _checked(size, "size")
         self._most = math.prod(_checked(most, "most"))
@@ -77,10 +83,11 @@ class DynamicTensor:
             raise ArgumentError(f"most is {tuple(most)}, of no elements; give the largest shape that may come")
         if not slack >= 0:
             raise ArgumentError(f"slack is {slack}; it must be a number >= 0 (math.inf: nothing is given back)")
-        self._range = _Range(self._most * self._dtype.itemsize, slack)
-        self._base = tensor_at(self._range.address, self._most, self._dtype, self._range)
+        nbytes = self._most * self._dtype.itemsize
+        self._range = _Range(nbytes, slack) if of.type == "cpu" else _CudaRange(nbytes, slack, of)
+        self._base = self._range.tensor(self._most, self._dtype)
         # Writes of append: with a version of their own, since they change nothing that anybody has seen.
-        self._unseen = tensor_at(self._range.address, self._most, self._dtype, self._range)
+        self._unseen = self._range.tensor(self._most, self._dtype)
         self._tensor = self._sized(self._shape, 0)
         self._living.add(self)
 
@@ -130,18 +137,19 @@ class DynamicTensor:
         return self._shape[0]
 
     def __repr__(self) -> str:
-        return f"DynamicTensor({tuple(self._shape)}, most={self._most} elements, dtype={self._dtype})"
+        where = "" if self.device.type == "cpu" else f", device='{self.device}'"
+        return f"DynamicTensor({tuple(self._shape)}, most={self._most} elements, dtype={self._dtype}{where})"
 
     def stats(self) -> Stats:
         """Bytes and calls of this tensor."""
-        read = DynamicStats()
-        call("dc_dynamic_read", self._range.handle, ctypes.byref(read))
+        read = self._range.read()
         return Stats(*(getattr(read, name) for name in Stats._fields))
 
     @classmethod
-    def stats_of_all(cls) -> Stats:
-        """The sums over all that live; `most_committed` is each one's own most."""
-        each = [d.stats() for d in cls._living]
+    def stats_of_all(cls, device: str | None = None) -> Stats:
+        """The sums over all that live (device: on a device of this type, "cpu" or "cuda"); `most_committed` is each
+        one's own most."""
+        each = [d.stats() for d in cls._living if device in (None, d.device.type)]
         return Stats(*map(sum, zip(*each, strict=True))) if each else Stats(*[0] * len(Stats._fields))
 
     @classmethod
@@ -157,7 +165,7 @@ class DynamicTensor:
                 f"a DynamicTensor of shape {shape} has {count} elements, more than the {self._most} that addresses were"
                 " reserved for; give a larger `most`"
             )
-        call("dc_dynamic_resize", self._range.handle, count * self._dtype.itemsize)
+        self._range.resize(count * self._dtype.itemsize)
         if count < before:  # a graph that saved one of before would read what is no longer there
             torch.autograd.graph.increment_version(self._base)
         with torch.no_grad():
@@ -167,14 +175,74 @@ class DynamicTensor:
 class _Range:
     """Owns one dc_dynamic."""
 
-    def __init__(self, nbytes: int, slack: float) -> None:
+    _kind = "dc_dynamic"
+
+    def __init__(self, nbytes: int, slack: float, *of: int) -> None:
         self.handle: int | None = None
         handle, address = ctypes.c_void_p(), ctypes.c_void_p()
-        call("dc_dynamic_open", nbytes, slack, ctypes.byref(handle), ctypes.byref(address))
+        call(f"{self._kind}_open", *of, nbytes, slack, ctypes.byref(handle), ctypes.byref(address))
         self.handle, self.address = handle.value, address.value or 0
 
+    def resize(self, nbytes: int) -> None:
+        """The first `nbytes` have memory, zeros where they had none."""
+        call("dc_dynamic_resize", self.handle, nbytes)
+
+    def read(self) -> DynamicStats:
+        read = DynamicStats()
+        call(f"{self._kind}_read", self.handle, ctypes.byref(read))
+        return read
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel], over its addresses from the first; it keeps the range alive."""
+        return tensor_at(self.address, numel, dtype, self)
+
     def __del__(self) -> None:
-        C.dc_dynamic_close(self.handle)
+        getattr(C, f"{self._kind}_close")(self.handle)
+
+
+class _CudaRange(_Range):
+    """Owns one dc_dynamic_cuda."""
+
+    _kind = "dc_dynamic_cuda"
+
+    def __init__(self, nbytes: int, slack: float, device: torch.device) -> None:
+        self._device, self._nbytes = device, nbytes
+        super().__init__(nbytes, slack, device.index)
+        self.resize(1)  # torch asks the driver whose memory lies at the first address
+
+    def resize(self, nbytes: int) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        try:
+            call("dc_dynamic_cuda_resize", self.handle, nbytes, stream)
+        except OutOfMemoryError:
+            torch.cuda.empty_cache()
+            call("dc_dynamic_cuda_resize", self.handle, nbytes, stream)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(self, device=self._device).view(dtype)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Bytes: NumPy's types, which it speaks of, lack bfloat16."""
+        return {
+            "shape": (self._nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    of = torch.device(device)
+    if of.type == "cpu":
+        return of
+    if of.type != "cuda":
+        raise UnsupportedError(f"DynamicTensor(device={str(device)!r}): it lives on the CPU or on an NVIDIA GPU")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"DynamicTensor(device={str(device)!r}): torch {torch.__version__} sees no GPU here")
+    torch.cuda.init()
+    return torch.device("cuda", torch.cuda.current_device() if of.index is None else of.index)
 
 
 def _checked(size: Sequence[int], what: str) -> tuple[int, ...]:
