@@ -573,6 +573,22 @@ def test_peaks():
     assert counts.job_peak(torch.float32, torch.device("cpu"), 4, 2, lambda *_: 10.0) <= 80.0
 
 
+def test_the_peak_is_measured_once_and_only_for_a_line_that_is_shown(monkeypatch):
+    measured, logger = [], logging.getLogger("deepc")
+    monkeypatch.setattr(counts, "measured_peak", lambda *of: measured.append(of) or 1e12)
+    monkeypatch.setattr(counts, "_measured", {})
+    before = logger.level
+    try:
+        for level, times in ((logging.WARNING, 0), (logging.INFO, 1), (logging.INFO, 1)):
+            logger.setLevel(level)
+            engine = make_engine(steps_per_print=1, deepc={"log": {"format": "plain"}})
+            train(engine, 2)
+            engine.destroy()
+            assert len(measured) == times, logging.getLevelName(level)
+    finally:
+        logger.setLevel(before)
+
+
 def test_memory_tiers(tmp_path):
     status = tmp_path / "status"
     status.write_text(

@@ -196,7 +196,7 @@ def known_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 @torch.no_grad()
 def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.04) -> float:
-    """FLOP/s of the best of a few matrix products on this rank's threads. Takes about `seconds`, once; draws no random
+    """FLOP/s of the best of a few matrix products on this rank's threads. Takes about `seconds`; draws no random
     numbers."""
     threads = torch.get_num_threads() if device.type == "cpu" else 64
     n = 768 if threads <= 4 else 1536 if threads <= 16 else 3072
@@ -217,12 +217,23 @@ def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.0
     return 2.0 * n**3 / min(times[1:])
 
 
+_measured: dict[tuple[torch.dtype, torch.device, int], float] = {}
+
+
+def measured_once(dtype: torch.dtype, device: torch.device) -> float:
+    """measured_peak of this process, for all engines that it makes."""
+    key = dtype, device, torch.get_num_threads()
+    if key not in _measured:
+        _measured[key] = measured_peak(dtype, device)
+    return _measured[key]
+
+
 def job_peak(
     dtype: torch.dtype,
     device: torch.device,
     ranks_per_node: int,
     nodes: int,
-    measure: Callable[..., float] = measured_peak,
+    measure: Callable[..., float] = measured_once,
 ) -> float:
     """FLOP/s of all ranks together: a GPU by its name, else a measurement of this rank times the ranks that have cores
     of their own."""

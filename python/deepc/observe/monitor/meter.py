@@ -429,16 +429,14 @@ class Meter(Listener):
         self._show(keep)
 
     def _show(self, keep: bool) -> None:
-        record = self._averaged()
+        first = self._lines is None
         if self._lines is None:
             if not logger.isEnabledFor(logging.INFO):
                 self.speaks = False
                 return
             form = "plain" if self._form == "auto" and not self._by_time else self._form
             self._lines = sinks.choose_lines(form, self._prefix)
-            first = True
-        else:
-            first = False
+        record = self._averaged()
         began = time.thread_time()  # what it cost this thread: a busy machine makes no line dearer
         self._lines.show(record, keep)
         self._sums, self._shown = _Sums(), record["step"]
