@@ -23,6 +23,12 @@ OPTIMIZERS = {
 }
 
 
+def in_stages(stages: int) -> dict[str, Any]:
+    """Of a configuration: a pipeline of so many stages. Its sample batch is for the cut alone: predicting memory takes
+    longer than a tiny model trains."""
+    return {"pipeline": {"stages": stages}, "deepc": {"memory_plan": "states"}} if stages > 1 else {}
+
+
 def part_of(batch: dict[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:
     """Part `index` of `parts` equal ones."""
     return {k: v.chunk(parts)[index] for k, v in batch.items()}

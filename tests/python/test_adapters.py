@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plainly import batch_loss
+from plainly import batch_loss, in_stages
 from ranks import run_quietly
 
 peft = pytest.importorskip("peft")
@@ -57,7 +57,7 @@ def _train(rank, world, family, sizes, stage, more=None, folder=None):
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
             "tensor_parallel": {"autotp_size": sizes.get("tp", 1)},
-            **({"pipeline": {"stages": sizes["pp"]}} if "pp" in sizes else {}),
+            **in_stages(sizes.get("pp", 1)),
         },
     )
     losses = [batch_loss(engine, MICRO, lambda: engine(**next(data)).loss, data, engine.everyone) for _ in range(STEPS)]

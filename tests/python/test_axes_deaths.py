@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import test_moe_axes as moe
 import torch
+from plainly import in_stages
 from ranks import run_ranks
 from test_axes_matrix import RULES, Block, Own
 
@@ -64,7 +65,7 @@ def _engine(rank, mesh, stage, experts):
             "gradient_accumulation_steps": 2,
             "sequence_parallel_size": mesh.sp,
             **({"tensor_parallel": {"autotp_size": mesh.tp, **rules}} if mesh.tp > 1 else {}),
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         },

@@ -10,7 +10,7 @@ import pytest
 import test_moe_axes as moe
 import torch
 from failing_disk import FailingDisk
-from plainly import batch_loss
+from plainly import batch_loss, in_stages
 from ranks import run_quietly as run_ranks
 from test_axes_matrix import RULES, Own
 
@@ -60,7 +60,7 @@ def tensors(rank, mesh, config, kind=Own):
             "gradient_accumulation_steps": MICRO,
             "gradient_clipping": 0.5,
             "tensor_parallel": {"autotp_size": mesh.tp, **rules},
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
             **config,
         },
@@ -83,7 +83,7 @@ def experts(rank, mesh, config, kind=None):
             "gradient_accumulation_steps": moe.MICRO // mesh.dp,
             "gradient_clipping": 0.5,
             **({"tensor_parallel": {"autotp_size": mesh.tp}} if mesh.tp > 1 else {}),
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "optimizer": moe.ADAMW,
             **config,
         },

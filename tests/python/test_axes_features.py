@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from deepc.errors import ArgumentError, MisuseError, UnsupportedError
 from deepc.plan.mesh import Mesh
-from plainly import batch_loss
+from plainly import batch_loss, in_stages
 from ranks import RankFailure, run_quietly
 from torch import nn
 
@@ -245,7 +245,7 @@ def spread(rank, sizes, stage, **more):
             "zero_optimization": {"stage": stage},
             "optimizer": SGD,
             **({"tensor_parallel": {"autotp_size": mesh.tp, **specs}} if mesh.tp > 1 else {}),
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             **more,
         },
     )
@@ -383,7 +383,7 @@ def _exports_a_language_model(rank, world, sizes, folder):
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": SGD,
             **({"tensor_parallel": {"autotp_size": sizes["tp"]}} if "tp" in sizes else {}),
-            **({"pipeline": {"stages": sizes["pp"]}} if "pp" in sizes else {}),
+            **in_stages(sizes.get("pp", 1)),
         },
     )
     deepc.export(engine, folder)

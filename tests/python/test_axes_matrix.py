@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from plainly import batch_loss, clipped, first_gradients
+from plainly import batch_loss, clipped, first_gradients, in_stages
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -112,7 +112,7 @@ def _by_deepc(rank, mesh, family, heads, stage):
             "gradient_accumulation_steps": SIZES[heads][mesh.dp],
             "gradient_clipping": CLIP,
             "tensor_parallel": {"autotp_size": mesh.tp, **(rules if family == "own" and mesh.tp > 1 else {})},
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "zero_optimization": {"stage": stage},
             # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
             "optimizer": {"type": "SGD", "params": {"lr": LR}},

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from deepc.parallel.expert import MoE, is_moe_param
 from deepc.plan.mesh import AXES, Mesh
-from plainly import batch_loss, first_gradients
+from plainly import batch_loss, first_gradients, in_stages
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -193,7 +193,7 @@ def train(
             "zero_optimization": {"stage": stage},
             "optimizer": SGD,
             **({"tensor_parallel": {"autotp_size": mesh.tp, **specs}} if mesh.tp > 1 else {}),
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             **(more or {}),
         },
     )

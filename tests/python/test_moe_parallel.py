@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepc.parallel.expert import MoE
+from plainly import in_stages
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -362,7 +363,7 @@ def cut_where_it_stands(rank, world):
     torch.manual_seed(0)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": SGD}
     try:
-        deepc.initialize(model=Collects(), config={**config, "pipeline": {"stages": 2}}, sample_batch=next(samples()))
+        deepc.initialize(model=Collects(), config={**config, **in_stages(2)}, sample_batch=next(samples()))
     except deepc.DeepcError as error:
         return str(error)
 
@@ -402,9 +403,7 @@ def _connected_how_often(rank, world):
             for name in ("refuse_experts", "connect"):
                 patch.setattr(module, name, counted(name, getattr(module, name)))
         config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": SGD}
-        engine, *_ = deepc.initialize(
-            model=Standing(), config={**config, "pipeline": {"stages": 2}}, sample_batch=next(samples())
-        )
+        engine, *_ = deepc.initialize(model=Standing(), config={**config, **in_stages(2)}, sample_batch=next(samples()))
     groups = {m.deepspeed_moe.group.size for m in engine.module.modules() if isinstance(m, MoE)}
     ep = engine.mesh.ep
     engine.destroy()

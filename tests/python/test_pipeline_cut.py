@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plainly import in_stages
 from ranks import run_ranks as _run_ranks
 from tiny import TinyGPT
 from torch import nn
@@ -122,6 +123,7 @@ def train(rank, world, make, kind, stages, config, sampled):
             "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
             **({"pipeline": {"stages": stages}} if stages > 1 else {}),
             **config,
+            "deepc": {"memory_plan": "states", **config.get("deepc", {})},
         },
     )
     if stages > 1:
@@ -389,7 +391,7 @@ def _saves(rank, world, folder, stages, load):
         config={
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "pipeline": {"stages": stages},
+            **in_stages(stages),
         },
     )
     if load:
@@ -431,7 +433,7 @@ def _sets_ties(rank, world):
         config={
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "pipeline": {"stages": 2},
+            **in_stages(2),
         },
     )
     plain, _ = transformer("gpt2")
@@ -463,7 +465,7 @@ def _statistics(rank, world, folder, stages):
     engine, *_ = deepc.initialize(
         model=model,
         sample_batch=next(batches(form, 0, 1, 1)),
-        config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "pipeline": {"stages": stages}},
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **in_stages(stages)},
     )
     data = batches(form, 0, 2, 1)
     if stages > 1:
@@ -496,7 +498,7 @@ def _averaged(rank, world):
     model, form = tiny_gpt()
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     engine, *_ = deepc.initialize(
-        model=model, sample_batch=next(batches(form, 0, 1, 1)), config={**config, "pipeline": {"stages": 2}}
+        model=model, sample_batch=next(batches(form, 0, 1, 1)), config={**config, **in_stages(2)}
     )
     average, data = deepc.EMA(engine, decay=0.5), batches(form, 0, 1, 1)
     for _ in range(3):

@@ -66,6 +66,8 @@ def _by_plans(rank, world, plans):
         if layout["recompute"]:  # as the note of the plan says
             model.gradient_checkpointing_enable()
         sample = next(micro_batches(layout["micro"])) if mesh.pp > 1 else None
+        if sample is not None:  # it is for the cut alone
+            config = {**config, "deepc": {**config.get("deepc", {}), "memory_plan": "states"}}
         engine, *_ = deepc.initialize(model=model, config=config, sample_batch=sample)
         assert (engine.mesh.dp, engine.mesh.tp, engine.mesh.pp) == (mesh.dp, mesh.tp, mesh.pp)
         data = micro_batches(layout["micro"], mesh.coordinates(rank).dp, mesh.dp)

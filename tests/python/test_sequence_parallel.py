@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plainly import in_stages
 from ranks import run_ranks as _run_ranks
 
 
@@ -220,7 +221,7 @@ def _in_stages(rank, world, kind, mesh):
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": 2,
         "sequence_parallel_size": mesh.sp,
-        "pipeline": {"stages": mesh.pp},
+        **in_stages(mesh.pp),
         "tensor_parallel": {"autotp_size": mesh.tp},
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": 1},

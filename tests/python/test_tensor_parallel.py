@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plainly import batch_loss, first_gradients
+from plainly import batch_loss, first_gradients, in_stages
 from ranks import run_ranks as _run_ranks
 from tiny import make_batch, make_model
 
@@ -181,7 +181,7 @@ def train(rank, world, family, mesh, config, options=None):
             "gradient_accumulation_steps": MICRO,
             "gradient_clipping": 0.5,
             "tensor_parallel": {"autotp_size": mesh.tp},
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
             "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
             **config,
@@ -246,7 +246,7 @@ def _goes_on(rank, world, family, mesh, folder, saves, precision):
             "tensor_parallel": {"autotp_size": mesh.tp},
             "zero_optimization": {"stage": 2},
             "bf16": {"enabled": precision == "bf16"},
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         },
     )

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from plainly import batch_loss, clipped, first_gradients
+from plainly import batch_loss, clipped, first_gradients, in_stages
 from ranks import run_ranks as _run_ranks
 
 VOCABULARY, POSITIONS, SAMPLES, MICRO, STEPS, CLIP = 61, 9, 4, 2, 3, 0.5
@@ -65,7 +65,7 @@ def engine_of(model, mesh, stage, sample=None, **config):
             "gradient_accumulation_steps": MICRO,
             "gradient_clipping": CLIP,
             "tensor_parallel": {"autotp_size": mesh.tp},
-            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            **in_stages(mesh.pp),
             "zero_optimization": {"stage": stage},
             # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
             "optimizer": SGD,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plainly import in_stages
 from ranks import run_ranks as _run_ranks
 from torch import nn
 
@@ -37,11 +38,15 @@ def batches(mesh, rank):
 def engine_of(mesh, config, model=None):
     import deepc
 
-    pipeline = {"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}
     return deepc.initialize(
         model=model or llama(),
         sample_batch=next(batches(mesh, 0)) if mesh.pp > 1 else None,
-        config={"train_batch_size": SAMPLES, "tensor_parallel": {"autotp_size": mesh.tp}, **pipeline, **config},
+        config={
+            "train_batch_size": SAMPLES,
+            "tensor_parallel": {"autotp_size": mesh.tp},
+            **in_stages(mesh.pp),
+            **config,
+        },
     )[0]
 
 

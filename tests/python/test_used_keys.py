@@ -430,6 +430,13 @@ def _tags(rank: int, world: int, raw: dict, folder: str) -> Any:
     return saved and os.path.basename(saved), any("different tags" in s for s in said)
 
 
+def predicted(raw: dict, tmp: Path) -> bool:
+    engine = deepc.initialize(model=Net(), config=_merge(BASE, raw), sample_batch=torch.randn(4, 8))[0]
+    known = engine.memory_plan is not None
+    engine.destroy()
+    return known
+
+
 def estimated(raw: dict, tmp: Path) -> list[tuple[str, int]]:
     """Where a GPU run would have its states; no GPU is needed to say so."""
     found = deepc.estimate(Net, _merge(BASE, raw), device="cuda")
@@ -661,6 +668,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
     "deepc.fuse": ({}, "auto", replaced),
+    "deepc.memory_plan": ({}, "states", predicted),
     "deepc.max_lost_steps": (SGD, 2, of("error", lost=True, steps=4)),
     "deepc.run_dir": ({}, "run", files),
     "deepc.log.format": ({"steps_per_print": 1, **PLAIN}, "json", stderr_lines),

@@ -1063,6 +1063,14 @@ KEYS: tuple[Key, ...] = (
         ge=0,
     ),
     _active(
+        "deepc.memory_plan",
+        "str",
+        "peak",
+        "peak: initialize(sample_batch=...) predicts the highest memory of a step by a dry run, which takes seconds for"
+        " deep models in many micro-batches; states: that of model states alone.",
+        choices=("peak", "states"),
+    ),
+    _active(
         "deepc.pipeline.schedule",
         "str",
         "1f1b",

@@ -377,6 +377,7 @@ class DeepcConfig:
     deterministic: str | None
     fuse: bool | str | tuple[str, ...]
     max_lost_steps: int
+    memory_plan: str
     pipeline: ScheduleConfig
     run_dir: str | None
     activations: ActivationsConfig

@@ -430,7 +430,7 @@ def predict_memory(
         memory.trim_heap()  # what an earlier engine's steps left free is available
     groups = engine.everyone.ranks_per_node // engine.plan.ranks_per_node if engine.parts is not None else 1
     refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
-    if given.sample_batch is None:
+    if given.sample_batch is None or engine._config.deepc.memory_plan == "states":
         return
     staged, stage = None, engine.mesh.coordinates(engine.everyone.rank).pp
     if engine.part is not None:
