@@ -4,9 +4,7 @@ not there. Peaks against what the kernel measures are in test_estimate.py."""
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-import json
 from types import SimpleNamespace
 
 import deepc
@@ -39,12 +37,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def estimate(cfg: dict, ranks: int = 2, **options):
-    return _estimated(json.dumps(cfg), ranks, *options.items())
-
-
-@functools.cache
-def _estimated(cfg: str, ranks: int, *options: tuple[str, object]):
-    return deepc.estimate(lambda: make_model(**SHAPE), json.loads(cfg), batch(), ranks_per_node=ranks, **dict(options))
+    return deepc.estimate(
+        lambda: make_model(**SHAPE), cfg, options.pop("batch", batch()), ranks_per_node=ranks, **options
+    )
 
 
 CONTROL = "control of all ranks"
