@@ -11,8 +11,8 @@
  * is marked for them, and the end of what is used has small ones, unless the slack has room for a huge one. What was
  * small stays small. A huge page of which a shrinking leaves the first part is the system's again when that goes too,
  * or when memory gets short: by then it is the kernel's to split (at most one per range). */
-#include "dynamic.h"
 #include "commit.h"
+#include "dynamic_sizes.h"
 
 #include <errno.h>
 #include <stdbool.h>
@@ -23,22 +23,18 @@
 
 static const size_t dynamic_ask = (size_t)16 << 20; /* is committed between two looks at what the machine has left */
 
-static const double dynamic_ahead = 1.0 / 32;
-
 struct dc_dynamic {
   char *base;
   size_t page;      /* the kernel's */
   size_t length;    /* of the mapping: whole huge pages */
-  size_t reserved, used, committed, most_committed;
+  dc__dynamic_sizes sizes;
   size_t zero_from; /* [zero_from, committed) holds zeros */
   double slack;     /* what may be committed without being used, of what is used */
   size_t huge_end;  /* only below may the kernel use huge pages */
   size_t unasked;   /* bytes committed since the last look */
   bool huge;
-  int64_t granted, released, grows, shrinks, commits, releases;
 };
 
-static size_t dynamic_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static size_t dynamic_min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t dynamic_max(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -47,22 +43,43 @@ static size_t dynamic_target(const dc_dynamic *d, size_t bytes, double slack) {
   double spare = (double)bytes * slack;
   size_t room = d->length - bytes, extra = spare < (double)room ? (size_t)spare : room;
   size_t page = d->huge && extra >= DC_HUGE_PAGE ? DC_HUGE_PAGE : d->page;
-  return dynamic_min(dynamic_max(dynamic_up(bytes, page), (bytes + extra) / page * page), d->length);
+  return dynamic_min(dynamic_max(dc__dynamic_up(bytes, page), (bytes + extra) / page * page), d->length);
+}
+
+int dc__dynamic_check_open(const char *who, size_t bytes, double slack, const void *out, const void *at) {
+  if (!out || !at) return DC_FAIL(DC_E_INVALID, "%s: out or at is NULL; pass their addresses", who);
+  if (!bytes) return DC_FAIL(DC_E_INVALID, "%s: bytes is 0; reserve what could ever be used", who);
+  if (!(slack >= 0)) return DC_FAIL(DC_E_INVALID, "%s: slack is %g; it must be 0 or more", who, slack);
+  if (bytes > SIZE_MAX / 4) return DC_FAIL(DC_E_NOMEM, "%s: %zu bytes are more than there are addresses", who, bytes);
+  return DC_OK;
+}
+
+int dc__dynamic_tell(const char *who, const dc__dynamic_sizes *sizes, struct dc_dynamic_stats *out) {
+  if (!sizes || !out || out->struct_size != sizeof *out)
+    return DC_FAIL(DC_E_INVALID, "%s: the range or out is NULL, or struct_size is not %zu", who, sizeof *out);
+  *out = (struct dc_dynamic_stats){.struct_size = sizeof *out,
+                                   .reserved = (int64_t)sizes->reserved,
+                                   .used = (int64_t)sizes->used,
+                                   .committed = (int64_t)sizes->committed,
+                                   .most_committed = (int64_t)sizes->most_committed,
+                                   .granted = sizes->granted,
+                                   .released = sizes->released,
+                                   .grows = sizes->grows,
+                                   .shrinks = sizes->shrinks,
+                                   .commits = sizes->commits,
+                                   .releases = sizes->releases};
+  return DC_OK;
 }
 
 int dc_dynamic_open(size_t bytes, double slack, dc_dynamic **out, void **at) {
   bool huge = true;
-  if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_dynamic_open: out or at is NULL; pass their addresses");
-  if (!bytes) return DC_FAIL(DC_E_INVALID, "dc_dynamic_open: bytes is 0; reserve what could ever be used");
-  if (!(slack >= 0)) return DC_FAIL(DC_E_INVALID, "dc_dynamic_open: slack is %g; it must be 0 or more", slack);
-  if (bytes > SIZE_MAX / 4)
-    return DC_FAIL(DC_E_NOMEM, "dc_dynamic_open: %zu bytes are more than there are addresses", bytes);
+  DC_TRY(dc__dynamic_check_open("dc_dynamic_open", bytes, slack, out, at));
   DC_TRY(dc__hugepages(&huge));
   dc_dynamic *d = calloc(1, sizeof *d);
   if (!d) return DC_FAIL(DC_E_NOMEM, "dc_dynamic_open: no memory to note a range of %zu bytes", bytes);
   d->page = (size_t)sysconf(_SC_PAGESIZE);
-  d->length = dynamic_up(bytes, DC_HUGE_PAGE);
-  d->reserved = bytes;
+  d->length = dc__dynamic_up(bytes, DC_HUGE_PAGE);
+  d->sizes.reserved = bytes;
   d->huge = huge;
   d->slack = slack;
   d->base = dc__map_aligned(d->length, MAP_NORESERVE, -1);
@@ -90,7 +107,7 @@ static int dynamic_drop(dc_dynamic *d, size_t from, size_t to) {
 
 /* Lets what of [committed, target) is whole huge pages be huge. Advice: a kernel without them refuses it. */
 static void dynamic_mark(dc_dynamic *d, size_t target) {
-  size_t from = dynamic_up(d->committed, DC_HUGE_PAGE), to = target / DC_HUGE_PAGE * DC_HUGE_PAGE;
+  size_t from = dc__dynamic_up(d->sizes.committed, DC_HUGE_PAGE), to = target / DC_HUGE_PAGE * DC_HUGE_PAGE;
   if (to <= from || !d->huge) return;
   (void)madvise(d->base + from, to - from, MADV_HUGEPAGE);
   d->huge_end = to;
@@ -105,66 +122,53 @@ static void dynamic_unmark(dc_dynamic *d, size_t from) {
 }
 
 static int dynamic_commit(dc_dynamic *d, size_t bytes, size_t target) {
-  size_t more = target - d->committed;
+  size_t more = target - d->sizes.committed;
   if (d->unasked + more > dynamic_ask) {
     DC_TRY(dc__mem_check_available(bytes, more));
     d->unasked = 0;
   }
   dynamic_mark(d, target);
-  int rc = dc__mem_fault_in(d->base + d->committed, more);
+  int rc = dc__mem_fault_in(d->base + d->sizes.committed, more);
   if (rc != DC_OK) {
-    (void)madvise(d->base + d->committed, more, MADV_DONTNEED); /* what was given of it */
-    dynamic_unmark(d, d->committed);
+    (void)madvise(d->base + d->sizes.committed, more, MADV_DONTNEED); /* what was given of it */
+    dynamic_unmark(d, d->sizes.committed);
     return rc;
   }
-  d->unasked += more, d->granted += (int64_t)more, d->commits++;
-  d->committed = target, d->most_committed = dynamic_max(d->most_committed, target);
+  d->unasked += more, d->sizes.granted += (int64_t)more, d->sizes.commits++;
+  d->sizes.committed = target, d->sizes.most_committed = dynamic_max(d->sizes.most_committed, target);
   return DC_OK;
 }
 
 static int dynamic_release(dc_dynamic *d, size_t target) {
-  DC_TRY(dynamic_drop(d, target, d->committed));
-  d->released += (int64_t)(d->committed - target), d->releases++;
+  DC_TRY(dynamic_drop(d, target, d->sizes.committed));
+  d->sizes.released += (int64_t)(d->sizes.committed - target), d->sizes.releases++;
   dynamic_unmark(d, target);
-  d->committed = target, d->zero_from = dynamic_min(d->zero_from, target);
+  d->sizes.committed = target, d->zero_from = dynamic_min(d->zero_from, target);
   return DC_OK;
 }
 
 int dc_dynamic_resize(dc_dynamic *d, size_t bytes) {
   if (!d) return DC_FAIL(DC_E_INVALID, "dc_dynamic_resize: the range is NULL");
-  if (bytes > d->reserved)
+  if (bytes > d->sizes.reserved)
     return DC_FAIL(DC_E_INVALID, "dc_dynamic_resize: %zu bytes are more than the %zu that were reserved; reserve more",
-                   bytes, d->reserved);
+                   bytes, d->sizes.reserved);
   /* Growing leaves some to grow into without a call, so that appending row by row asks the kernel a number of times
    * that is logarithmic in the size. Of a large slack it takes that much only: the rest is for what was committed
    * before. */
-  size_t grown = dynamic_target(d, bytes, d->slack < dynamic_ahead ? d->slack : dynamic_ahead);
+  size_t grown = dynamic_target(d, bytes, d->slack < DC__DYNAMIC_AHEAD ? d->slack : DC__DYNAMIC_AHEAD);
   size_t kept = dynamic_target(d, bytes, d->slack);
-  if (bytes > d->committed) DC_TRY(dynamic_commit(d, bytes, grown));
-  else if (kept < d->committed) DC_TRY(dynamic_release(d, kept));
-  if (bytes > d->used && d->zero_from > d->used) /* kept although not used: what was there is not to be seen */
-    memset(d->base + d->used, 0, dynamic_min(bytes, d->zero_from) - d->used);
+  if (bytes > d->sizes.committed) DC_TRY(dynamic_commit(d, bytes, grown));
+  else if (kept < d->sizes.committed) DC_TRY(dynamic_release(d, kept));
+  if (bytes > d->sizes.used &&
+      d->zero_from > d->sizes.used) /* kept although not used: what was there is not to be seen */
+    memset(d->base + d->sizes.used, 0, dynamic_min(bytes, d->zero_from) - d->sizes.used);
   d->zero_from = dynamic_max(d->zero_from, bytes);
-  d->grows += bytes > d->used, d->shrinks += bytes < d->used;
-  d->used = bytes;
+  dc__dynamic_use(&d->sizes, bytes);
   return DC_OK;
 }
 
 int dc_dynamic_read(const dc_dynamic *d, struct dc_dynamic_stats *out) {
-  if (!d || !out || out->struct_size != sizeof *out)
-    return DC_FAIL(DC_E_INVALID, "dc_dynamic_read: the range or out is NULL, or struct_size is not %zu", sizeof *out);
-  *out = (struct dc_dynamic_stats){.struct_size = sizeof *out,
-                                   .reserved = (int64_t)d->reserved,
-                                   .used = (int64_t)d->used,
-                                   .committed = (int64_t)d->committed,
-                                   .most_committed = (int64_t)d->most_committed,
-                                   .granted = d->granted,
-                                   .released = d->released,
-                                   .grows = d->grows,
-                                   .shrinks = d->shrinks,
-                                   .commits = d->commits,
-                                   .releases = d->releases};
-  return DC_OK;
+  return dc__dynamic_tell("dc_dynamic_read", d ? &d->sizes : NULL, out);
 }
 
 int dc_dynamic_close(dc_dynamic *d) {

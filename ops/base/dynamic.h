@@ -35,8 +35,7 @@ DC_API int dc_dynamic_read(const dc_dynamic *dynamic, struct dc_dynamic_stats *o
 /* NULL is allowed. */
 DC_API int dc_dynamic_close(dc_dynamic *dynamic);
 
-/* ---- the same on a GPU: dynamic_cuda.c ------------------------------------------------------------------------------
- */
+/* ---- the same on a GPU: dynamic_cuda.c --------------------------------------------------------------------------- */
 typedef struct dc_dynamic_cuda dc_dynamic_cuda;
 
 /* *at: the start of `bytes` of addresses of GPU `device` (its number among those that are visible), on a boundary of

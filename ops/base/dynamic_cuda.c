@@ -12,15 +12,11 @@
  *
  * Mapping is no work of a stream. Memory that was never mapped has no users yet, so growing waits for nothing; before
  * memory goes the whole device is waited for. */
-#include "dynamic.h"
+#include "cuda_driver.h"
+#include "dynamic_sizes.h"
 
 #include <dlfcn.h>
-#include <stdbool.h>
 #include <stdlib.h>
-
-#include "cuda_driver.h"
-
-static const double cuda_ahead = 1.0 / 32; /* of a larger slack growing takes that much only, as dynamic.c has it */
 
 struct dc_dynamic_cuda {
   struct dc__cuda_driver driver;
@@ -29,14 +25,11 @@ struct dc_dynamic_cuda {
   uint64_t base;
   int device;
   size_t page, length; /* the driver's; of the addresses: whole pages */
-  size_t reserved, used, committed, most_committed;
+  dc__dynamic_sizes sizes;
   double slack;
   size_t *ends; /* [room]: where each piece that is mapped ends */
   size_t pieces, room;
-  int64_t granted, released, grows, shrinks, commits, releases;
 };
-
-static size_t cuda_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 static int cuda_error(const struct dc__cuda_driver *driver, int error, const char *what) {
   const char *text = NULL;
@@ -70,8 +63,7 @@ static int cuda_load(struct dc__cuda_driver *driver) {
   return DC_OK;
 }
 
-/* ---- a call in the device's context -------------------------------------------------------------------------------
- */
+/* ---- a call in the device's context ------------------------------------------------------------------------------ */
 static int cuda_enter(const dc_dynamic_cuda *d) {
   CUDA_TRY(&d->driver, cuCtxPushCurrent, d->context);
   return DC_OK;
@@ -83,11 +75,10 @@ static int cuda_leave(const dc_dynamic_cuda *d, int rc) {
   return rc == DC_OK && error ? cuda_error(&d->driver, error, "cuCtxPopCurrent") : rc;
 }
 
-/* ---- pieces -------------------------------------------------------------------------------------------------------
- */
+/* ---- pieces ------------------------------------------------------------------------------------------------------ */
 /* Bytes of the piece that begins at `begin`. */
 static size_t cuda_piece(const dc_dynamic_cuda *d, size_t begin) {
-  double part = d->slack < cuda_ahead ? d->slack : cuda_ahead;
+  double part = d->slack < DC__DYNAMIC_AHEAD ? d->slack : DC__DYNAMIC_AHEAD;
   size_t bytes = (size_t)((double)begin * part) / d->page * d->page;
   if (bytes < d->page) bytes = d->page;
   return bytes < d->length - begin ? bytes : d->length - begin;
@@ -125,35 +116,38 @@ static int cuda_map(dc_dynamic_cuda *d, size_t begin, size_t length, size_t aske
 static int cuda_unmap(dc_dynamic_cuda *d, size_t kept) {
   while (d->pieces > kept) {
     size_t begin = cuda_begin(d, d->pieces - 1);
-    CUDA_TRY(&d->driver, cuMemUnmap, d->base + begin, d->committed - begin);
-    d->released += (int64_t)(d->committed - begin);
-    d->committed = begin, d->pieces--;
+    CUDA_TRY(&d->driver, cuMemUnmap, d->base + begin, d->sizes.committed - begin);
+    d->sizes.released += (int64_t)(d->sizes.committed - begin);
+    d->sizes.committed = begin, d->pieces--;
   }
   return DC_OK;
 }
 
+/* Maps one more piece. asked: what the whole call is for. */
+static int cuda_add(dc_dynamic_cuda *d, size_t asked) {
+  if (d->pieces == d->room) {
+    size_t room = d->room ? 2 * d->room : 64, *ends = realloc(d->ends, room * sizeof *ends);
+    if (!ends) return DC_FAIL(DC_E_NOMEM, "dc_dynamic_cuda_resize: no memory to note %zu pieces", room);
+    d->ends = ends, d->room = room;
+  }
+  const size_t length = cuda_piece(d, d->sizes.committed);
+  DC_TRY(cuda_map(d, d->sizes.committed, length, asked));
+  d->ends[d->pieces++] = d->sizes.committed += length;
+  d->sizes.granted += (int64_t)length;
+  if (d->sizes.committed > d->sizes.most_committed) d->sizes.most_committed = d->sizes.committed;
+  return DC_OK;
+}
+
 static int cuda_commit(dc_dynamic_cuda *d, size_t bytes) {
-  const size_t before = d->pieces, most = d->most_committed;
-  const int64_t granted = d->granted, released = d->released;
-  for (int rc; d->committed < bytes;) {
-    size_t length = cuda_piece(d, d->committed);
-    if (d->pieces == d->room) {
-      size_t room = d->room ? 2 * d->room : 64, *ends = realloc(d->ends, room * sizeof *ends);
-      rc = ends ? DC_OK : DC_FAIL(DC_E_NOMEM, "dc_dynamic_cuda_resize: no memory to note %zu pieces", room);
-      if (ends) d->ends = ends, d->room = room;
-    } else {
-      rc = cuda_map(d, d->committed, length, bytes);
-      if (rc == DC_OK) {
-        d->ends[d->pieces++] = d->committed += length;
-        d->granted += (int64_t)length;
-        if (d->committed > d->most_committed) d->most_committed = d->committed;
-      }
-    }
+  const dc__dynamic_sizes was = d->sizes;
+  const size_t before = d->pieces;
+  while (d->sizes.committed < bytes) {
+    int rc = cuda_add(d, bytes);
     if (rc == DC_OK) continue;
-    if (cuda_unmap(d, before) == DC_OK) d->granted = granted, d->released = released, d->most_committed = most;
+    if (cuda_unmap(d, before) == DC_OK) d->sizes = was;
     return rc;
   }
-  d->commits++;
+  d->sizes.commits++;
   return DC_OK;
 }
 
@@ -167,21 +161,20 @@ static size_t cuda_kept(const dc_dynamic_cuda *d, size_t bytes) {
 
 static int cuda_resize(dc_dynamic_cuda *d, size_t bytes, void *stream) {
   size_t kept = cuda_kept(d, bytes);
-  if (bytes > d->committed) {
+  if (bytes > d->sizes.committed) {
     DC_TRY(cuda_commit(d, bytes));
   } else if (kept < d->pieces) {
     CUDA_TRY(&d->driver, cuCtxSynchronize);
     DC_TRY(cuda_unmap(d, kept));
-    d->releases++;
+    d->sizes.releases++;
   }
-  if (bytes > d->used) CUDA_TRY(&d->driver, cuMemsetD8Async, d->base + d->used, 0, bytes - d->used, stream);
-  d->grows += bytes > d->used, d->shrinks += bytes < d->used;
-  d->used = bytes;
+  if (bytes > d->sizes.used)
+    CUDA_TRY(&d->driver, cuMemsetD8Async, d->base + d->sizes.used, 0, bytes - d->sizes.used, stream);
+  dc__dynamic_use(&d->sizes, bytes);
   return DC_OK;
 }
 
-/* ---- the surface --------------------------------------------------------------------------------------------------
- */
+/* ---- the surface ------------------------------------------------------------------------------------------------- */
 static int cuda_start(dc_dynamic_cuda *d, size_t bytes) {
   const struct dc__cuda_driver *driver = &d->driver;
   int handle = 0, count = 0, able = 0;
@@ -196,7 +189,7 @@ static int cuda_start(dc_dynamic_cuda *d, size_t bytes) {
                    d->device);
   d->what = (dc__cuda_allocation){.type = DC__CUDA_PINNED, .location = {DC__CUDA_OF_DEVICE, handle}};
   CUDA_TRY(driver, cuMemGetAllocationGranularity, &d->page, &d->what, DC__CUDA_LEAST);
-  d->length = cuda_up(bytes, d->page);
+  d->length = dc__dynamic_up(bytes, d->page);
   CUDA_TRY(driver, cuDevicePrimaryCtxRetain, &d->context, handle);
   int error = driver->cuMemAddressReserve(&d->base, d->length, 0, 0, 0);
   if (!error) return DC_OK;
@@ -208,14 +201,10 @@ static int cuda_start(dc_dynamic_cuda *d, size_t bytes) {
 }
 
 int dc_dynamic_cuda_open(int device, size_t bytes, double slack, dc_dynamic_cuda **out, void **at) {
-  if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_dynamic_cuda_open: out or at is NULL; pass their addresses");
-  if (!bytes) return DC_FAIL(DC_E_INVALID, "dc_dynamic_cuda_open: bytes is 0; reserve what could ever be used");
-  if (!(slack >= 0)) return DC_FAIL(DC_E_INVALID, "dc_dynamic_cuda_open: slack is %g; it must be 0 or more", slack);
-  if (bytes > SIZE_MAX / 4)
-    return DC_FAIL(DC_E_NOMEM, "dc_dynamic_cuda_open: %zu bytes are more than there are addresses", bytes);
+  DC_TRY(dc__dynamic_check_open("dc_dynamic_cuda_open", bytes, slack, out, at));
   dc_dynamic_cuda *d = calloc(1, sizeof *d);
   if (!d) return DC_FAIL(DC_E_NOMEM, "dc_dynamic_cuda_open: no memory to note a range of %zu bytes", bytes);
-  d->device = device, d->reserved = bytes, d->slack = slack;
+  d->device = device, d->sizes.reserved = bytes, d->slack = slack;
   int rc = cuda_load(&d->driver);
   if (rc == DC_OK && (rc = cuda_start(d, bytes)) != DC_OK && d->context)
     (void)d->driver.cuDevicePrimaryCtxRelease(d->what.location.id);
@@ -230,30 +219,16 @@ int dc_dynamic_cuda_open(int device, size_t bytes, double slack, dc_dynamic_cuda
 
 int dc_dynamic_cuda_resize(dc_dynamic_cuda *d, size_t bytes, void *stream) {
   if (!d) return DC_FAIL(DC_E_INVALID, "dc_dynamic_cuda_resize: the range is NULL");
-  if (bytes > d->reserved)
+  if (bytes > d->sizes.reserved)
     return DC_FAIL(DC_E_INVALID,
                    "dc_dynamic_cuda_resize: %zu bytes are more than the %zu that were reserved; reserve more", bytes,
-                   d->reserved);
+                   d->sizes.reserved);
   DC_TRY(cuda_enter(d));
   return cuda_leave(d, cuda_resize(d, bytes, stream));
 }
 
 int dc_dynamic_cuda_read(const dc_dynamic_cuda *d, struct dc_dynamic_stats *out) {
-  if (!d || !out || out->struct_size != sizeof *out)
-    return DC_FAIL(DC_E_INVALID, "dc_dynamic_cuda_read: the range or out is NULL, or struct_size is not %zu",
-                   sizeof *out);
-  *out = (struct dc_dynamic_stats){.struct_size = sizeof *out,
-                                   .reserved = (int64_t)d->reserved,
-                                   .used = (int64_t)d->used,
-                                   .committed = (int64_t)d->committed,
-                                   .most_committed = (int64_t)d->most_committed,
-                                   .granted = d->granted,
-                                   .released = d->released,
-                                   .grows = d->grows,
-                                   .shrinks = d->shrinks,
-                                   .commits = d->commits,
-                                   .releases = d->releases};
-  return DC_OK;
+  return dc__dynamic_tell("dc_dynamic_cuda_read", d ? &d->sizes : NULL, out);
 }
 
 int dc_dynamic_cuda_close(dc_dynamic_cuda *d) {
