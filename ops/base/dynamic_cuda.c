@@ -3,7 +3,7 @@
  *
  * Addresses are reserved once. Behind them come pieces of physical memory, mapped one after the other: each at most
  * `slack` of what lies before it (or one page of the driver), so that taking and giving whole pieces keeps what has
- * memory within `slack` of what is used, and a range of 80 GiB has some 250 of them. A piece can only be unmapped
+ * memory within `slack` of what is used, and a range of 80 GiB has 283 of them. A piece can only be unmapped
  * whole; the driver's handle is released as soon as it is mapped, and its memory goes with the mapping.
  *
  * Owns the addresses, the mappings and one reference to the device's primary context, which it makes current around
