@@ -80,4 +80,9 @@ static inline int check_average_signs(const void *payload, int64_t block, const 
   return DC_OK;
 }
 
+static inline int check_rotate(const float *x, int64_t n) {
+  DC_TRY(check_count(n));
+  return check_array(x, sizeof *x, n, "x");
+}
+
 #endif

@@ -236,3 +236,25 @@ int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, fl
   fp_leave(fp);
   return DC_OK;
 }
+
+/* ---- rotation ---------------------------------------------------------------------------------------------------- */
+typedef struct rotate_job {
+  const dc__ops *ops;
+  float *x;
+} rotate_job;
+
+static void compress_rotate_range(int64_t begin, int64_t end, void *ctx) {
+  const rotate_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->rotate(j->x + begin, end - begin);
+  fp_leave(fp);
+}
+
+int dc_rotate(float *x, int64_t n) {
+  rotate_job j = {.x = x};
+  DC_TRY(check_rotate(x, n));
+  DC_TRY(dc__ops_table(&j.ops));
+  dc__count(DC_COUNTER_rotate_calls, 1);
+  if (n > 0) dc_parallel_for(n, compress_share(DC_ROTATE_BLOCK), compress_rotate_range, &j);
+  return DC_OK;
+}

@@ -124,6 +124,19 @@ DC_API int dc_topk_spread(void *out, int dt, const uint8_t *payload, int64_t blo
 /* acc[i] = fmaf(value, factor, acc[i]) where chosen. DC_E_INVALID as above. */
 DC_API int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, float factor, int64_t n);
 
+/* x [n] becomes D H D x / sqrt(block), in place: a randomised Hadamard transform of each block (Suresh et al.,
+ * arXiv:1611.00429; Vargaftik et al., DRIVE, arXiv:2105.08339), after which the block's numbers are near to normal
+ * ones, of which a sign and one magnitude keep 2/pi of the squares, whatever they were. Blocks of DC_ROTATE_BLOCK
+ * elements from x on; what is left is cut into powers of two, the largest first (1,024, 512, ... 1), so that n numbers
+ * stay n. H: Walsh-Hadamard, butterflies (a, b) to (a + b, a - b) of elements h = 1, 2, 4, ... apart, in this order. D:
+ * signs, the same in every block: element i of a block is negated where the top bit of MurmurHash3's 32-bit finalizer
+ * of i is set. Then one multiplication by round_to_fp32(1 / sqrt(block)), and D. The transform is symmetric and
+ * orthonormal: a second call gives x back, but for rounding. Numbers whose sums overflow, infinities and NaN spread
+ * over their block.
+ */
+#define DC_ROTATE_BLOCK 2048
+DC_API int dc_rotate(float *x, int64_t n);
+
 /* Adam and AdamW, one pass over memory (Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101), with the
  * order of operations of torch.optim.AdamW: g = grad_scale * float(grad);  if L2 (not decoupled): g = fma(wd, p, g) if
  * decoupled: p = p * (1 - lr*wd) m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v),

@@ -409,6 +409,18 @@ static void op_add_topk(dct_value *stack, uint64_t num_args, uint64_t num_output
   dct__finish(&c, __FILE__, __LINE__);
 }
 
+static void op_rotate_blocks(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "rotate_blocks");
+  dct_view x;
+  if (dct__look(&c, value_tensor(stack[0]), "x", &x) && dct__must_be_f32(&c, &x, "x")) {
+    if (c.cuda) dct__fail(&c, "'x' is on a CUDA device; the rotation has CPU kernels only: pass a CPU tensor");
+    else dct__status(&c, dc_rotate(x.ptr, x.n));
+  }
+  dct__delete_tensors(stack, 1);
+  dct__finish(&c, __FILE__, __LINE__);
+}
+
 /* ---- cross-entropy: logits [rows, stride] with the first `classes` of each row in use; empty row_scale and loss mean
  * none ---- */
 static bool op_xent_shapes(dct_call *c, const dct_view *logits, const dct_view *labels, const dct_view *row_scale,
@@ -486,6 +498,7 @@ static const dct_operator op_rows[] = {
      op_select_topk},
     {"spread_topk", "spread_topk(Tensor payload, Tensor(a!) out, int block, int k) -> ()", op_spread_topk},
     {"add_topk", "add_topk(Tensor payload, Tensor(a!) acc, int block, int k, float factor) -> ()", op_add_topk},
+    {"rotate_blocks", "rotate_blocks(Tensor(a!) x) -> ()", op_rotate_blocks},
     {"cross_entropy_rows",
      "cross_entropy_rows(Tensor(a!) logits, Tensor labels, Tensor row_scale, Tensor(b!) loss, int classes, float "
      "scale, "

@@ -96,6 +96,11 @@ DC_INLINE vf v_nan_of(vf a, vf x) {
 }
 
 DC_INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+/* Elements i and i ^ 1 change places; i ^ 2, 4, 8. */
+DC_INLINE vf v_swap1(vf a) { return _mm512_permute_ps(a, 0xb1); }
+DC_INLINE vf v_swap2(vf a) { return _mm512_permute_ps(a, 0x4e); }
+DC_INLINE vf v_swap4(vf a) { return _mm512_shuffle_f32x4(a, a, 0xb1); }
+DC_INLINE vf v_swap8(vf a) { return _mm512_shuffle_f32x4(a, a, 0x4e); }
 /* The lanes of minus where the sign of x is set, else of plus. */
 DC_INLINE vf v_by_sign(vf x, vf minus, vf plus) {
   return _mm512_mask_mov_ps(plus, _mm512_movepi32_mask(_mm512_castps_si512(x)), minus);
@@ -206,6 +211,7 @@ DC_INLINE vi vi_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si12
 DC_INLINE vi vi_right_signed(vi a, int n) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(n)); }
 DC_INLINE vi v_bits(vf a) { return _mm512_castps_si512(a); }
 DC_INLINE vf v_of_bits(vi a) { return _mm512_castsi512_ps(a); }
+DC_INLINE vf v_xor(vf a, vi i) { return _mm512_xor_ps(a, _mm512_castsi512_ps(i)); }
 DC_INLINE vi v_truncate(vf a) { return _mm512_cvttps_epi32(a); }
 DC_INLINE vi vi_abs(vi a) { return _mm512_abs_epi32(a); }
 /* a, which is not negative, with the sign of i. */
@@ -397,6 +403,11 @@ DC_INLINE vf v_abs(vf x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return (vf){_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+/* Elements i and i ^ 1 change places; i ^ 2, 4, 8. */
+DC_INLINE vf v_swap1(vf x) { return (vf){_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)}; }
+DC_INLINE vf v_swap2(vf x) { return (vf){_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)}; }
+DC_INLINE vf v_swap4(vf x) { return (vf){_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)}; }
+DC_INLINE vf v_swap8(vf x) { return (vf){x.b, x.a}; }
 /* The lanes of minus where the sign of x is set, else of plus. */
 DC_INLINE vf v_by_sign(vf x, vf minus, vf plus) {
   return (vf){_mm256_blendv_ps(plus.a, minus.a, x.a), _mm256_blendv_ps(plus.b, minus.b, x.b)};
@@ -587,6 +598,9 @@ DC_INLINE vi vi_right_signed(vi x, int n) {
 }
 DC_INLINE vi v_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 DC_INLINE vf v_of_bits(vi x) { return (vf){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+DC_INLINE vf v_xor(vf x, vi i) {
+  return (vf){_mm256_xor_ps(x.a, _mm256_castsi256_ps(i.a)), _mm256_xor_ps(x.b, _mm256_castsi256_ps(i.b))};
+}
 DC_INLINE vi vi_abs(vi x) { return (vi){_mm256_abs_epi32(x.a), _mm256_abs_epi32(x.b)}; }
 DC_INLINE __m256 v_with_sign8(__m256 x, __m256i i) {
   return _mm256_or_ps(x, _mm256_castsi256_ps(_mm256_and_si256(i, _mm256_set1_epi32(INT32_MIN))));

@@ -85,6 +85,9 @@ def contenders(n: int) -> tuple[dict, dict]:
         calls[f"{name}: encode"] = lambda c=codec, p=payload: c.encode(p, x)
         calls[f"{name}: decode"] = lambda c=codec, p=payload: c.decode(out, p)
         calls[f"{name}: decode and add"] = lambda c=codec, p=payload: c.decode_add(out, p)
+    calls["rotation in place"] = lambda: torch.ops.deepc.rotate_blocks(out)
+    calls["product in place (torch)"] = lambda: out.mul_(1.0)  # the rotation's memory traffic, 8 bytes an element
+    peers["rotation in place"] = "product in place (torch)"
     pack = composed_onebit(x, torch.zeros(n), 2048)
     for name, peer, call in (
         ("OneBit: encode with error feedback", "composed 1-bit", pack),

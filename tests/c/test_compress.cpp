@@ -110,6 +110,16 @@ TEST_F(Compress, TopkEqualsReference) {
         }
 }
 
+TEST_F(Compress, RotationEqualsReference) {
+  std::vector<int64_t> sizes(std::begin(kSizes), std::end(kSizes));
+  for (int64_t n : {3, 33, 129, 511, 1023, 2047, 2048, 2049, 2048 + 1024 + 64 + 3, 5 * 2048 + 2047}) sizes.push_back(n);
+  for (int64_t n : sizes)
+    for (Fill fill : {kOrdinary, kAnyBits, kSpecial})
+      same_everywhere(
+          {make(DC_F32, n, fill, 67)}, [=](auto &p) { return dc_rotate((float *)p[0], n); },
+          name_of("rotate", DC_F32, n) + " fill=" + std::to_string(fill));
+}
+
 TEST_F(Compress, TopkTakesEqualNumbersInOrder) {
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
@@ -353,6 +363,65 @@ TEST_F(Compress, EveryNibbleAndByteDecodes) {
   }
 }
 
+// D H D x / sqrt(length), from the definitions.
+std::vector<double> rotated(const float *x, size_t length) {
+  std::vector<double> d(length), out(length);
+  for (uint32_t i = 0; i < length; i++) {
+    uint32_t h = i; // MurmurHash3's finalizer
+    h ^= h >> 16, h *= 0x85ebca6b, h ^= h >> 13, h *= 0xc2b2ae35, h ^= h >> 16;
+    d[i] = h >> 31 ? -1 : 1;
+  }
+  for (size_t i = 0; i < length; i++) {
+    for (size_t j = 0; j < length; j++) out[i] += (__builtin_popcountll(i & j) % 2 ? -1 : 1) * d[j] * (double)x[j];
+    out[i] *= d[i] / std::sqrt((double)length);
+  }
+  return out;
+}
+
+double norm(const float *x, size_t n) {
+  double sum = 0;
+  for (size_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+  return std::sqrt(sum);
+}
+
+TEST_F(Compress, RotationIsTheDefinitionsAndItsOwnInverse) {
+  const size_t whole = DC_ROTATE_BLOCK, n = 2 * whole + 1024 + 64 + 8 + 1;
+  const auto x = as<float>(make(DC_F32, (int64_t)n, kOrdinary, 68).bytes);
+  for (int isa : isas()) {
+    ASSERT_EQ(dc_isa_force(isa), DC_OK);
+    auto y = x;
+    ASSERT_EQ(dc_rotate(y.data(), (int64_t)n), DC_OK);
+    auto back = y;
+    ASSERT_EQ(dc_rotate(back.data(), (int64_t)n), DC_OK);
+    size_t at = 0;
+    for (size_t length : {whole, whole, (size_t)1024, (size_t)64, (size_t)8, (size_t)1}) {
+      const auto want = rotated(&x[at], length);
+      const double size = norm(&x[at], length), ulps = 12 * 0x1p-24 * size; // a rounding of each of 11 levels
+      EXPECT_NEAR(norm(&y[at], length), size, ulps);
+      for (size_t i = 0; i < length; i++) {
+        ASSERT_NEAR(y[at + i], want[i], ulps) << dc_isa_name(isa) << " element " << i << " of " << length;
+        ASSERT_NEAR(back[at + i], x[at + i], 2 * ulps) << dc_isa_name(isa) << " element " << i << " of " << length;
+      }
+      at += length;
+    }
+    ASSERT_EQ(at, n);
+  }
+}
+
+TEST_F(Compress, RotationMakesHeavyTailsNormal) { // what sign and mean magnitude keep of the squares
+  const size_t n = 4 * DC_ROTATE_BLOCK;
+  auto x = as<float>(make(DC_F32, (int64_t)n, kOrdinary, 69).bytes);
+  for (size_t i = 0; i < n; i++) x[i] = i % 61 ? 1e-3f * x[i] : x[i];
+  auto kept = [&] {
+    double sum = 0;
+    for (float f : x) sum += std::fabs((double)f);
+    return sum / (double)n * sum / std::pow(norm(x.data(), n), 2);
+  };
+  EXPECT_LT(kept(), 0.05);
+  ASSERT_EQ(dc_rotate(x.data(), (int64_t)n), DC_OK);
+  EXPECT_NEAR(kept(), 2 / M_PI, 0.02);
+}
+
 // ---- payloads, threads, arguments ----------------------------------------------------------------------------------
 TEST_F(Compress, PayloadSizesAreExact) {
   EXPECT_EQ(quant_bytes(8, 2048, 0), 0);
@@ -391,6 +460,18 @@ TEST_F(Compress, ThreadsDoNotChangeABit) {
   }
 }
 
+TEST_F(Compress, ThreadsDoNotChangeARotation) {
+  const int64_t n = 3'000'001;
+  auto run = [&](int threads) {
+    auto x = as<float>(make(DC_F32, n, kOrdinary, 93).bytes);
+    EXPECT_EQ(dc_set_num_threads(threads), DC_OK);
+    EXPECT_EQ(dc_rotate(x.data(), n), DC_OK);
+    EXPECT_EQ(dc_set_num_threads(1), DC_OK);
+    return x;
+  };
+  ASSERT_TRUE(run(1) == run(4));
+}
+
 TEST_F(Compress, CountersCount) {
   dc_counter_reset();
   float x[64] = {1}, out[64];
@@ -399,8 +480,10 @@ TEST_F(Compress, CountersCount) {
   ASSERT_EQ(dc_dequantize(out, DC_F32, payload.data(), 8, 64, 64), DC_OK);
   ASSERT_EQ(dc_topk(payload.data(), 64, 3, x, DC_F32, nullptr, 64), DC_OK);
   ASSERT_EQ(dc_topk_add(out, payload.data(), 64, 3, 1.0f, 64), DC_OK);
+  ASSERT_EQ(dc_rotate(out, 64), DC_OK);
   EXPECT_EQ(dc_counter_get(DC_COUNTER_quantize_calls), 1);
   EXPECT_EQ(dc_counter_get(DC_COUNTER_topk_calls), 1);
+  EXPECT_EQ(dc_counter_get(DC_COUNTER_rotate_calls), 1);
   EXPECT_EQ(dc_counter_get(DC_COUNTER_dequantize_calls), 2);
 }
 
@@ -443,6 +526,11 @@ TEST_F(Compress, ArgumentsAreChecked) {
   EXPECT_EQ(dc_dequantize_add(x, p, 3, 64, 1.0f, 10), DC_E_INVALID);
   EXPECT_EQ(dc_topk(p, 64, 3, x, DC_I32, nullptr, 10), DC_E_DTYPE);
   EXPECT_EQ(dc_topk_spread(x, DC_F32, p, 64, 100, 10), DC_E_INVALID);
+  EXPECT_EQ(dc_rotate(nullptr, 10), DC_E_INVALID);
+  EXPECT_EQ(dc_rotate((float *)(uintptr_t)((char *)x + 2), 10), DC_E_INVALID);
+  EXPECT_EQ(dc_rotate(x, -1), DC_E_INVALID);
+  EXPECT_EQ(dc_rotate(x, INT64_MAX), DC_E_INVALID);
+  EXPECT_EQ(dc_rotate(nullptr, 0), DC_OK);
   EXPECT_EQ(dc_quantize(nullptr, 8, 64, nullptr, DC_F32, nullptr, 0), DC_OK);
   EXPECT_EQ(dc_dequantize(nullptr, DC_F32, nullptr, 1, 64, 0), DC_OK);
   EXPECT_EQ(dc_dequantize_add(nullptr, nullptr, 4, 64, 1.0f, 0), DC_OK);

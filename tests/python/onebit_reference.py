@@ -10,13 +10,32 @@ import numpy as np
 BLOCK = 2048
 
 
+def rotate(x):
+    """D H D x / sqrt(length) of each block, the last ones of powers of two (ops/ops.h, dc_rotate)."""
+    x, at = x.astype(np.float64).ravel(), 0
+    while at < x.size:
+        length = min(BLOCK, 1 << ((x.size - at).bit_length() - 1))
+        i = np.arange(length, dtype=np.uint64)
+        h = (i ^ i >> np.uint64(16)) * np.uint64(0x85EBCA6B) & np.uint64(0xFFFFFFFF)
+        h = (h ^ h >> np.uint64(13)) * np.uint64(0xC2B2AE35) & np.uint64(0xFFFFFFFF)
+        signs = np.where(h >> np.uint64(31) == 1, -1.0, 1.0)
+        y = x[at : at + length] * signs
+        for k in range(length.bit_length() - 1):
+            y = y.reshape(-1, 2, 1 << k)
+            y = np.stack([y[:, 0] + y[:, 1], y[:, 0] - y[:, 1]], 1)
+        x[at : at + length] = y.ravel() / np.sqrt(length) * signs
+        at += length
+    return x
+
+
 class Exchange:
     """Sign times mean magnitude of a block, with worker and server errors (Tang et al., arXiv:2102.02888). A tensor
     has blocks of its own; the last one is filled with repeats of what the tensor has in it."""
 
-    def __init__(self, numels, world, parts=None, alone=False):
-        """alone: one worker compresses too, twice."""
+    def __init__(self, numels, world, parts=None, alone=False, rotated=False):
+        """alone: one worker compresses too, twice. rotated: tensors are, before and after."""
         self.numels, self.world, self.undecided, self.seen = numels, world, 0, 0
+        self.turn = rotate if rotated else lambda x: x
         self.exact = world == 1 and not alone
         self.ends, at = [], 0
         for n in numels:
@@ -28,7 +47,7 @@ class Exchange:
     def lay_out(self, tensors):
         out, at = np.zeros(self.total), 0
         for x, end in zip(tensors, self.ends):
-            x = x.ravel()
+            x = self.turn(x.ravel())
             out[at : at + x.size] = x
             tail = x.size % BLOCK
             if tail:
@@ -38,7 +57,7 @@ class Exchange:
 
     def tensors(self, buffer):
         begins = [0, *self.ends[:-1]]
-        return [buffer[at : at + n] for at, n in zip(begins, self.numels)]
+        return [self.turn(buffer[at : at + n]) for at, n in zip(begins, self.numels)]
 
     def encode(self, x, error, left):
         """(what arrives, the new error). left: the error that the tested code left, which knows the sign it sent."""

@@ -5,6 +5,7 @@ training."""
 from __future__ import annotations
 
 import deepc
+import onebit_reference
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +98,25 @@ def test_codec_equals_plain_torch(codec):
     want = acc.double() + 0.25 * coded(codec, v).double()
     codec.decode_add(acc, payload, 0.25)
     torch.testing.assert_close(acc.double(), want, rtol=EPS, atol=4 * EPS)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rotation_is_its_definition_and_its_own_inverse(n):
+    x, before = make(n, 6), deepc.counters()["rotate_calls"]
+    y = x.clone()
+    torch.ops.deepc.rotate_blocks(y)
+    assert deepc.counters()["rotate_calls"] == before + 1
+    want = torch.from_numpy(onebit_reference.rotate(x.numpy()))
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=2e-5)
+    torch.ops.deepc.rotate_blocks(y)
+    torch.testing.assert_close(y, x, rtol=0, atol=2e-5)
+
+
+def test_rotation_takes_contiguous_fp32():
+    with pytest.raises(RuntimeError, match="'x' must be float32"):
+        torch.ops.deepc.rotate_blocks(make(64, 1, torch.bfloat16))
+    with pytest.raises(RuntimeError, match="contiguous"):
+        torch.ops.deepc.rotate_blocks(make(64, 1)[::2])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

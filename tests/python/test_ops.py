@@ -198,6 +198,7 @@ OPCHECKS = {
     ),
     "spread_topk": lambda: (torch.zeros(60, dtype=torch.uint8), torch.empty(200), 128, 5),
     "add_topk": lambda: (torch.zeros(60, dtype=torch.uint8), make(200, torch.float32), 128, 5, 2.0),
+    "rotate_blocks": lambda: (make(2200, torch.float32),),
     "cross_entropy_rows": lambda: (
         make(120, torch.float32).view(4, 30),
         torch.tensor([1, -100, 0, 28]),

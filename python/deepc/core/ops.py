@@ -207,6 +207,11 @@ def _(payload: torch.Tensor, acc: torch.Tensor, block: int, k: int, factor: floa
     return None
 
 
+@fake("rotate_blocks")
+def _(x: torch.Tensor) -> None:
+    return None
+
+
 @fake("cross_entropy_rows")
 def _(
     logits: torch.Tensor,
