@@ -3,6 +3,8 @@ refuse."""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import onebit_reference as reference
 import pytest
@@ -89,7 +91,9 @@ def check_against_paper(name, world, steps, ranks_per_worker=1, **options):
         _trace, world * ranks_per_worker, args=(name, steps, options, world if ranks_per_worker > 1 else 1)
     )
     traces = [_worker(ranks, steps, w, world, ranks_per_worker) for w in range(world)]
-    exchange = reference.Exchange([int(np.prod(s)) for s in SHAPES], world, world * ranks_per_worker)
+    exchange = reference.Exchange(
+        [int(np.prod(s)) for s in SHAPES], world, world * ranks_per_worker, rotated=options.get("rotated", False)
+    )
     o = {**MORE, **OPTIONS, **EXTRA[name], **options}
     o.update(b1=o["betas"][0], b2=o["betas"][1], wd=o["weight_decay"])
     method = reference.method_of(name, o)(exchange, o)
@@ -147,6 +151,35 @@ LIVE = dict(ratios="live", max_update=0.5)
 def test_every_step_with_live_ratios_is_lambs(world):
     """Of the norms of the parameter and of the step that came; some elements are at the bound."""
     check_against_paper("OneBitLamb", world, 20, **LIVE)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "more"),
+    [
+        ("OneBitAdam", 2, {}),
+        pytest.param("OneBitAdam", 4, {}, marks=full),
+        pytest.param("OneBitLamb", 2, {}, marks=full),
+        pytest.param("OneBitLamb", 2, LIVE, marks=full),
+        pytest.param("OneBitLamb", 4, LIVE, marks=full),
+        pytest.param("ZeroOneAdam", 2, {}, marks=full),
+    ],
+)
+def test_every_step_with_rotated_momentum_is_the_papers(name, world, more):
+    check_against_paper(name, world, 20, **more, rotated=True)
+
+
+@full
+def test_nodes_rotate_momentum():
+    check_against_paper("OneBitAdam", 2, 12, 2, hierarchical=True, rotated=True)
+
+
+@pytest.mark.parametrize(("name", "more"), [("OneBitAdam", {}), ("OneBitLamb", LIVE), ("ZeroOneAdam", {})])
+def test_one_rank_rotates_nothing(name, more):
+    """Nothing is sent, so nothing is rounded."""
+    plain, rotated = (_trace_here(0, name, 12, {**more, "rotated": r}) for r in (False, True))
+    for a, b in zip(plain, rotated):
+        assert all(np.array_equal(x, y) for x, y in zip(a["p"], b["p"]))
+        assert {**a["numbers"], "rotated": True} == b["numbers"]
 
 
 def test_max_update_bounds_the_steps_that_a_rank_makes_by_itself():
@@ -276,6 +309,8 @@ LOCAL = dict(var_freeze_step=3, local_step_scaler=1, local_step_clipper=4)
     ("name", "options", "precision"),
     [
         ("OneBitAdam", {"freeze_step": 2}, "bf16"),
+        pytest.param("OneBitAdam", {"freeze_step": 2, "rotated": True}, "bf16", marks=full),
+        pytest.param("ZeroOneAdam", {**LOCAL, "rotated": True}, "bf16", marks=full),
         pytest.param("OneBitLamb", {"freeze_step": 3}, "fp32", marks=full),
         pytest.param("OneBitLamb", {"freeze_step": 3, "ratios": "live", "max_update": 1.0}, "fp32", marks=full),
         pytest.param("ZeroOneAdam", LOCAL, "bf16", marks=full),  # saved between two synchronisations
@@ -286,7 +321,7 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
     more = {"precision": precision}
     whole = run_ranks(_saved, 2, args=(name, str(tmp_path), options, more, 9, 6))
     again = run_ranks(_saved, 2, args=(name, str(tmp_path), options, more, 9, 0))
-    if options is LOCAL:
+    if "local_step_scaler" in options:
         assert any(whole[0][3]["lrs"]) or not torch.equal(whole[0][0]["tok.weight"], whole[1][0]["tok.weight"])
     for a, b in zip(whole, again):
         assert a[3] == b[3]
@@ -319,6 +354,47 @@ def test_a_checkpoint_of_other_ratios_after_the_freeze_is_refused():
     paper.step()
     with pytest.raises(ArgumentError, match="saved after the freeze with ratios='frozen'"):
         OneBitLamb([p], freeze_step=1, max_update=1.0, ratios="live").load_state_dict(paper.state_dict())
+
+
+def _framed(rank, world):
+    """state_dicts of the warm-up and of after the freeze, rotated and not, loaded into either. What was refused."""
+    from deepc.errors import ArgumentError
+    from deepc.optim import OneBitAdam
+
+    def train(p, opt, begin, end):
+        for step in range(begin, end):
+            p.grad = torch.randn(3000, generator=torch.Generator().manual_seed(10 * step + rank))
+            opt.step()
+
+    def fresh(values, rotated):
+        p = torch.nn.Parameter(values.clone())
+        return p, OneBitAdam([p], lr=1e-2, freeze_step=2, hierarchical=False, rotated=rotated)
+
+    refused = []
+    for rotated in (False, True):
+        p, opt = fresh(torch.linspace(-1, 1, 3000), rotated)
+        for end in (2, 4):
+            train(p, opt, opt.method.steps if opt.method else 0, end)
+            saved, at = copy.deepcopy(opt.state_dict()), p.detach().clone()
+            for other in (False, True):
+                q, again = fresh(at, other)
+                try:
+                    again.load_state_dict(saved)
+                except ArgumentError as exc:
+                    refused.append((rotated, end, other, str(exc)))
+                    continue
+                if other == rotated and end == 4:
+                    train(q, again, 4, 6)
+                    went_on = q
+        train(p, opt, 4, 6)
+        assert torch.equal(p, went_on) and not torch.equal(p, at)
+    return refused
+
+
+def test_a_checkpoint_goes_on_with_the_same_rotation_only():
+    for refused in run_ranks(_framed, 2):
+        assert [r[:3] for r in refused] == [(False, 4, True), (True, 4, False)]
+        assert "saved with rotated=False" in refused[0][3] and "Load it with rotated=True" in refused[1][3]
 
 
 def test_a_checkpoint_of_nodes_goes_on_and_loads_into_other_workers(tmp_path):
@@ -374,7 +450,7 @@ def test_a_rank_that_overflows_skips_the_step_on_all():
 
 
 # ---- the drop-in's own ----------------------------------------------------------------------------------------------
-def _loop(rank, world):
+def _loop(rank, world, rotated):
     """A mask, a frozen parameter, one without a gradient on a rank, a group that is not compressed, 16 bits, and
     state_dicts."""
     from deepc.optim import OneBitAdam
@@ -392,7 +468,8 @@ def _loop(rank, world):
             {"params": ps[1:3]},
             {"params": [ps[3]], "non_freeze": True},
         ]
-        return ps, OneBitAdam(groups, lr=1e-2, betas=(0.9, 0.9), freeze_step=3, hierarchical=False)
+        more = dict(freeze_step=3, hierarchical=False, rotated=rotated)
+        return ps, OneBitAdam(groups, lr=1e-2, betas=(0.9, 0.9), **more)
 
     def train(ps, opt, begin, end):
         for step in range(begin, end):
@@ -438,8 +515,9 @@ def _loop(rank, world):
     return [p.detach().clone() for p in ps], moved, refused, opt.state[ps[3]]["exp_avg_sq"].clone()
 
 
-def test_masks_frozen_and_uncompressed_parameters_and_state_dicts():
-    one, two = run_ranks(_loop, 2)
+@pytest.mark.parametrize("rotated", [False, pytest.param(True, marks=full)])
+def test_masks_frozen_and_uncompressed_parameters_and_state_dicts(rotated):
+    one, two = run_ranks(_loop, 2, args=(rotated,))
     assert all(torch.equal(a, b) for a, b in zip(one[0], two[0]))
     assert "folded" in one[2] and "rank 1 of 2" in one[2]
     assert torch.equal(one[3], two[3])
@@ -517,6 +595,7 @@ def _refused(rank, world, raw):
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"max_update": 0}}}, "max_update=0"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"rotated": "yes"}}}, "rotated='yes'|True or False"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"frozen_step": 1}}}, "frozen_step|freeze_step"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "life"}}}, "ratios='life'|frozen, live"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "live"}}}, "needs max_update|Set it"),

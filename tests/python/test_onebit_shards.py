@@ -60,7 +60,10 @@ def check_shards(name, nodes, per, steps, more, **options):
     options = {**HERE, **options}
     ranks = run_ranks(_steps, nodes * per, args=(name, steps, options, {"micro": 2, "stage": 1, **more}, nodes))
     of_node = [ranks[n * per : (n + 1) * per] for n in range(nodes)]
-    columns = [reference.Exchange([n for _, _, n in ranks[k][1]], nodes, alone=True) for k in range(per)]
+    rotated = options.get("rotated", False)
+    columns = [
+        reference.Exchange([n for _, _, n in ranks[k][1]], nodes, alone=True, rotated=rotated) for k in range(per)
+    ]
     exchange = reference.Columns(columns)
     o = {**MORE, **OPTIONS, **EXTRA[name], **options}
     o.update(b1=o["betas"][0], b2=o["betas"][1], wd=o["weight_decay"])
@@ -114,6 +117,21 @@ def test_every_step_of_shards_is_the_papers(name):
 @pytest.mark.parametrize(("nodes", "per", "more"), [(2, 2, CUT), (1, 2, {"stage": 2})])
 def test_live_ratios_are_of_whole_parameters(nodes, per, more):
     check_shards("OneBitLamb", nodes, per, 10, more, freeze_step=4, ratios="live", max_update=0.5)
+
+
+@full
+@pytest.mark.parametrize(
+    ("name", "nodes", "per", "more", "options"),
+    [
+        ("OneBitAdam", 2, 2, CUT, {}),
+        ("OneBitLamb", 2, 2, CUT, {"ratios": "live", "max_update": 0.5}),
+        ("OneBitLamb", 1, 2, {"stage": 2}, {}),
+        ("ZeroOneAdam", 2, 2, CUT, {}),
+    ],
+)
+def test_shards_rotate_their_pieces(name, nodes, per, more, options):
+    at = dict(var_freeze_step=5, local_step_scaler=2) if name == "ZeroOneAdam" else dict(freeze_step=4)
+    check_shards(name, nodes, per, 10, more, **at, **options, rotated=True)
 
 
 @full
@@ -202,6 +220,57 @@ def test_a_checkpoint_of_shards_goes_on_and_loads_into_stage_0(name, options, pr
         others = run_ranks(_saved, world, args=(*args, {**more, "stage": stage}, 6, 0, nodes))
         for x, y in zip(owed, _total(others)):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
+
+
+def _told(rank, world, *args):
+    """_saved, and what the log said."""
+    import logging
+
+    said = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("deepc")
+    logger.addHandler(Kept())
+    logger.setLevel(logging.INFO)
+    return (*_saved(rank, world, *args), [t for t in said if "in other pieces" in t])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=full)])
+def test_rotated_errors_of_other_pieces_begin_with_zeros(stage, tmp_path):
+    """Saved by two nodes of two ranks; blocks of a parameter that is cut are of its pieces."""
+    options = {"freeze_step": 2, "rotated": True, **HERE}
+    more = {"precision": "bf16", "stage": 1, **CUT}
+    args = ("OneBitAdam", str(tmp_path), options)
+    owed = _total(run_ranks(_saved, 4, args=(*args, more, 6, 5, 2)))
+    again = run_ranks(_told, 4, args=(*args, more, 6, 0, 2))
+    assert not any(r[4] for r in again)
+    for x, y in zip(owed, _total(again)):
+        np.testing.assert_array_equal(y, x)
+    world = 2 if stage == 0 else 3
+    others = run_ranks(_told, world, args=(*args, {**more, "stage": stage}, 5, 0, 1 if stage == 0 else world))
+    dropped = [not y.any() for y in _total(others)]
+    assert any(dropped) and not all(dropped) and all(x.any() for x in owed)
+    for x, y, none in zip(owed, _total(others), dropped):
+        if not none:
+            np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
+    assert len(others[0][4]) == 1 and f"had {sum(dropped)} of {len(owed)} parameters" in others[0][4][0]
+    assert not any(r[4] for r in others[1:])
+
+
+@full
+def test_rotated_errors_go_on_with_their_pieces_and_are_refused_without(tmp_path):
+    options, more = {"freeze_step": 3, "rotated": True, **HERE}, {"stage": 1, **CUT}
+    args = ("OneBitLamb", str(tmp_path))
+    whole = run_ranks(_saved, 4, args=(*args, options, more, 8, 5, 2))
+    for a, b in zip(whole, run_ranks(_saved, 4, args=(*args, options, more, 8, 0, 2))):
+        assert a[3] == b[3]
+        assert all(torch.equal(w, b[0][n]) for n, w in a[0].items())
+        assert all(torch.equal(x, y) for k in (1, 2) for x, y in zip(a[k], b[k]))
+    with pytest.raises(Exception, match="saved with rotated=True"):
+        run_ranks(_saved, 4, args=(*args, {**options, "rotated": False}, more, 8, 0, 2))
 
 
 @full

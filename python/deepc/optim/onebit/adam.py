@@ -45,7 +45,8 @@ class Frozen(Method):
         return self.exchange.agreed([mine])[0]
 
     def numbers(self) -> dict[str, Any]:
-        return {"steps": self.steps, "frozen_at": self.frozen_at, "norms": list(self.freeze.norms)}
+        found = {"steps": self.steps, "frozen_at": self.frozen_at, "norms": list(self.freeze.norms)}
+        return {**found, **self.frame()}
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         self.steps, self.frozen_at = int(saved["steps"]), int(saved["frozen_at"])

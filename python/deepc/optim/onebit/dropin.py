@@ -55,6 +55,8 @@ class OneBitOptimizer(Optimizer):
             check_range(f"betas[{i}]", beta, 1.0)
         if options["max_update"] is not None and not float(options["max_update"]) > 0:
             raise ArgumentError(f"max_update={options['max_update']!r}: it must be above 0, or None")
+        if not isinstance(options["rotated"], bool):
+            raise ArgumentError(f"rotated={options['rotated']!r}: it must be True or False")
         self.options, self.group, self.average_gradients = options, group, average_gradients
         self.hierarchical = bool(hierarchical)
         defaults["betas"] = tuple(float(b) for b in defaults["betas"])
@@ -192,6 +194,8 @@ class OneBitOptimizer(Optimizer):
                 f" {exchange.world}: each rank owes what is its own. Load deepc.optim.onebit.dropin.folded(all ranks'"
                 " state_dicts) on every rank"
             )
+        if found["errors"]:
+            method.check_frame(found["numbers"])
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         for index, item in zip(order, method.items):
             for name, state in item.states.items():
@@ -265,11 +269,13 @@ class OneBitAdam(OneBitOptimizer):
 
     freeze_step: or "auto", when the variance is stable: its norm changed by less than 1 - var_freeze_threshold in
     1 / (1 - beta2) steps. max_update: bound on an element's exp_avg over the root of its variance where it came in 1
-    bit; None: none, as in the paper. Keys of param groups: `exp_avg_mask` (1 where there are gradients, 0 where there
-    never are), `non_freeze` (True: gradients averaged without compression throughout). group: the torch.distributed
-    group of the ranks. hierarchical: ranks of one node average exactly, through its memory, and a node is a worker;
-    False: every rank is one, as in the paper. average_gradients: the warm-up averages them here; False: somebody has
-    (DistributedDataParallel). bias_correction, cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
+    bit; None: none, as in the paper. rotated (deepc's own): what travels is rotated before it is sent (dc_rotate of
+    ops/ops.h) and back after, so that 1 bit keeps as much of momentum with heavy tails as of normal numbers. Keys of
+    param groups: `exp_avg_mask` (1 where there are gradients, 0 where there never are), `non_freeze` (True: gradients
+    averaged without compression throughout). group: the torch.distributed group of the ranks. hierarchical: ranks of
+    one node average exactly, through its memory, and a node is a worker; False: every rank is one, as in the paper.
+    average_gradients: the warm-up averages them here; False: somebody has (DistributedDataParallel). bias_correction,
+    cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
     """
 
     kind = OneBitAdamMethod
@@ -291,17 +297,17 @@ class OneBitAdam(OneBitOptimizer):
         *,
         var_freeze_threshold: float = 0.96,
         max_update: float | None = None,
+        rotated: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
     ) -> None:
         check_freeze_step("freeze_step", freeze_step)
-        options = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
+        options: dict[str, Any] = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(
-            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
-        )
+        options.update(max_update=max_update, rotated=rotated)
+        self._start(params, defaults, options, refused, group, average_gradients, hierarchical)
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -340,6 +346,7 @@ class OneBitLamb(OneBitOptimizer):
         *,
         var_freeze_threshold: float = 0.96,
         max_update: float | None = None,
+        rotated: bool = False,
         ratios: str = "frozen",
         group: Any = None,
         average_gradients: bool = True,
@@ -361,7 +368,7 @@ class OneBitLamb(OneBitOptimizer):
         self.kind = kinds[ratios]
         check_range("coeff_beta", coeff_beta, 1.0)
         check_range("factor_threshold", factor_threshold, 1.0)
-        options = dict(
+        options: dict[str, Any] = dict(
             freeze_step=freeze_step,
             var_freeze_threshold=_share(var_freeze_threshold),
             coeff_beta=coeff_beta,
@@ -373,9 +380,8 @@ class OneBitLamb(OneBitOptimizer):
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff
         )
-        self._start(
-            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
-        )
+        options.update(max_update=max_update, rotated=rotated)
+        self._start(params, defaults, options, refused, group, average_gradients, hierarchical)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The factors on lr of the last step, in the order of the parameters."""
@@ -410,11 +416,12 @@ class ZeroOneAdam(OneBitOptimizer):
         comm_backend_name: str = "nccl",
         *,
         max_update: float | None = None,
+        rotated: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
     ) -> None:
-        options = dict(
+        options: dict[str, Any] = dict(
             var_freeze_step=var_freeze_step,
             var_update_scaler=var_update_scaler,
             local_step_scaler=local_step_scaler,
@@ -424,9 +431,8 @@ class ZeroOneAdam(OneBitOptimizer):
             check_freeze_step(name, value, auto=False)
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(
-            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
-        )
+        options.update(max_update=max_update, rotated=rotated)
+        self._start(params, defaults, options, refused, group, average_gradients, hierarchical)
 
 
 def _share(value: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...core import ops as _ops  # noqa: F401  torch.ops.deepc
 from ...errors import ArgumentError
 from .exchange import Exchange
 from .places import Places
@@ -68,6 +69,7 @@ class Method(abc.ABC):
     ) -> None:
         """wholes: 0: every item is one."""
         self.max_update = float(options["max_update"] or 0.0)
+        self.rotated = bool(options["rotated"])
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.wholes, self.of = wholes or len(items), [i if x.whole is None else x.whole for i, x in enumerate(items)]
         self.steps = 0
@@ -117,6 +119,20 @@ class Method(abc.ABC):
 
     def errors(self) -> dict[str, torch.Tensor]:
         return self.exchange.errors()
+
+    def frame(self) -> dict[str, Any]:
+        """Of `numbers`: what the errors are of, where it is not the elements themselves."""
+        return {"rotated": True} if self.rotated else {}
+
+    def check_frame(self, saved: Mapping[str, Any]) -> None:
+        """Before errors of a checkpoint are taken whose numbers are `saved`."""
+        then = bool(saved.get("rotated"))
+        if then != self.rotated and self.exchange.world > 1:
+            raise ArgumentError(
+                f"rotated={self.rotated}: the checkpoint was saved with rotated={then}, and what its ranks owe is of"
+                f" {'rotated momentum' if then else 'momentum that was not rotated'}. Load it with rotated={then}, or"
+                " one of before the first exchange in 1 bit"
+            )
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
     def stepped(self) -> list[tuple[int, Item]]:
@@ -190,10 +206,16 @@ class Method(abc.ABC):
     def travel(self, moving: Sequence[Item]) -> None:
         """The buffer becomes the ranks' mean; what it has of items that are not `moving` stays."""
         there = set(map(id, moving))
-        still = [self.places.of(self.buffer, i) for i, item in enumerate(self.sent) if id(item) not in there]
-        before = [(view, view.clone()) for view in still]
+        views = [(item, self.places.of(self.buffer, i)) for i, item in enumerate(self.sent)]
+        before = [(view, view.clone()) for item, view in views if id(item) not in there]
+        turning = self.rotated and self.exchange.world > 1  # alone nothing is rounded
+        for _, view in views if turning else ():
+            torch.ops.deepc.rotate_blocks(view)
         self.places.fill(self.buffer)
         self.exchange.compressed(self.buffer)
+        for item, view in views if turning else ():
+            if id(item) in there:
+                torch.ops.deepc.rotate_blocks(view)
         for view, values in before:
             view.copy_(values)
 

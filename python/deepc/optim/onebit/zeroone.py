@@ -136,7 +136,7 @@ class ZeroOneAdamMethod(Method):
                 yield name, item, item.states[name]
 
     def numbers(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in _COUNTS}, "lrs": list(self.lrs)}
+        return {**{name: getattr(self, name) for name in _COUNTS}, "lrs": list(self.lrs), **self.frame()}
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         for name in _COUNTS:

@@ -105,7 +105,17 @@ class MomentumUpdate(AcrossUpdate):
             "workers": method.exchange.workers,
             "own": sorted({name for name, _, _ in method.own()}),
             "errors": bool(method.errors()),
+            **({"cuts": self._cuts()} if method.rotated else {}),
         }
+
+    def _cuts(self) -> dict[str, list[int]]:
+        """Of parameters that lie in several pieces: name -> where all but the first begin. Alike on all ranks."""
+        plan, out = self._state.plan, dict[str, list[int]]()
+        for r in range(plan.layout.world) if not plan.own_all else ():
+            for s in plan.layout.segments(r):
+                if s.param_begin:
+                    out.setdefault(self._state.names[s.param], []).append(s.param_begin)
+        return {name: sorted(begins) for name, begins in out.items()}
 
     def own_states(self) -> Iterator[OwnState]:
         """What this rank's copy alone has, under a name of its own ("anchor.rank0"), and its share of its worker's
@@ -146,9 +156,10 @@ class MomentumUpdate(AcrossUpdate):
             return
         places, then, now = method.places, int(saved["workers"]), exchange.workers
         worker, server = torch.zeros(places.total), torch.zeros(places.total)
+        recut = self._recut(saved)
         for i, item in enumerate(method.sent):
-            if item.param.numel():
-                s = of[id(item)]
+            s = of[id(item)]
+            if item.param.numel() and self._state.names[s.param] not in recut:
                 mean(f"{WORKER}.worker", then, now, exchange.worker, item, places.of(worker, i))
                 read(SERVER, s.param, places.of(server, i), s.param_begin)
         for whole in (worker, server):
@@ -159,7 +170,23 @@ class MomentumUpdate(AcrossUpdate):
         owned = exchange.owned(places.total)
         exchange.set_errors(places.total, taken(worker, owned["worker"]), taken(server, owned["server"]))
 
+    def _recut(self, saved: Mapping[str, Any]) -> set[str]:
+        """Parameters of which rotated errors are of other pieces than now, whose blocks are others: they can't be taken
+        apart and put together, and begin with zeros."""
+        if not self.method.rotated:
+            return set()
+        then, now = saved["cuts"], self._cuts()
+        found = {name for name in {*then, *now} if then.get(name) != now.get(name)}
+        if found:
+            self.method.tell(
+                f"the checkpoint's ranks had {len(found)} of {self.method.wholes} parameters in other pieces than these"
+                f" ({min(found)}, ...): what they owe of those is dropped, as rotated blocks are of a piece"
+            )
+        return found
+
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        if saved["errors"]:
+            self.method.check_frame(saved)
         self.method.load_numbers(saved)
 
     def after_load(self) -> None:
