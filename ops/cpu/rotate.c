@@ -1,6 +1,6 @@
 /* rotate.c: bodies of dc_rotate. A whole block of 8 KiB lies in the first-level cache and is passed over twice: eight
- * levels of butterflies on 16 vectors side by side, four of them inside of vectors, then three on vectors that are 1
- * KiB apart. Both passes fetch half of the block behind it. tests/bench/compress.py: beside a copy. */
+ * levels of butterflies on 16 vectors side by side, four of them inside of vectors, then three on vectors that are
+ * 1 KiB apart. Both passes fetch half of the block behind it. tests/bench/compress.py: beside the same traffic. */
 #include "cpu/vec.h"
 
 #include "ref/rotate.h"

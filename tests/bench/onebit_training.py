@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adam", {}),
     "OneBitAdam": ("adam", {"freeze_step": 0.2}),
     "OneBitAdam bounded": ("adam", {"freeze_step": 0.2, "max_update": 1.0}),
+    "OneBitAdam rotated": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "rotated": True}),
     "OneBitAdam auto": ("adam", {"freeze_step": "auto", "max_update": 1.0}),
     "ZeroOneAdam": (
         "adam",
@@ -82,6 +83,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),
     "OneBitLamb later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0}),
     "OneBitLamb live": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "ratios": "live"}),
+    "OneBitLamb rotated": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "ratios": "live", "rotated": True}),
+    "OneBitLamb frozen rotated": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "rotated": True}),
     "OneBitLamb live later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0, "ratios": "live"}),
     "OneBitLamb bounded": ("lamb", {"freeze_step": 0.2, "max_update": 1.0}),
 }
