@@ -138,7 +138,7 @@ def messages() -> list[Message]:
             if (
                 isinstance(node, ast.Call)
                 and node.args
-                and (name := ast.unparse(node.func).rpartition(".")[2]) in names
+                and (name := getattr(node.func, "attr", getattr(node.func, "id", ""))) in names
             ):
                 text = _template(node.args[0])
                 if text and re.search(r"[A-Za-z]{3}", text.replace("…", "")):

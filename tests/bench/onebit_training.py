@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "OneBitLamb later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0}),
     "OneBitLamb live": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "ratios": "live"}),
     "OneBitLamb rotated": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "ratios": "live", "rotated": True}),
+    "OneBitLamb rotated later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0, "ratios": "live", "rotated": True}),
     "OneBitLamb frozen rotated": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "rotated": True}),
     "OneBitLamb live later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0, "ratios": "live"}),
     "OneBitLamb bounded": ("lamb", {"freeze_step": 0.2, "max_update": 1.0}),

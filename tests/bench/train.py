@@ -272,10 +272,14 @@ def measure(args: argparse.Namespace) -> None:
     began = time.monotonic()
     with Nursery() if args.fork else contextlib.nullcontext() as nursery:
         groups: list[tuple[argparse.Namespace, int, list[Contender], set[Contender]]] = []
+        found: dict[Contender, Contender | None] = {}
         for precision in args.precision:
             own = argparse.Namespace(**{**vars(args), "precision": precision})
             wanted = dict.fromkeys(c for group in args.contenders for c in group if c.allocator == BEST)
-            found = {c: screen(own, c, nursery) for c in wanted if precision == "bf16" or c.base not in ONLY_BF16}
+            for c in wanted:
+                if precision == "bf16" or c.base not in ONLY_BF16:
+                    before = found.get(c)
+                    found[c] = screen(own, c, nursery, before.allocator if before else "")
             for i, group in enumerate(args.contenders):
                 chosen = (found.get(c, c) for c in group if precision == "bf16" or c.base not in ONLY_BF16)
                 groups.append((own, i, [c for c in dict.fromkeys(chosen) if c], {c for c in found.values() if c}))
@@ -290,12 +294,17 @@ def title_of(contender: Contender, precision: str) -> str:
     return f"{contender.title(precision)}, {precision}"
 
 
-def screen(args: argparse.Namespace, wanted: Contender, nursery: Nursery | None) -> Contender | None:
-    """Which of its forms stands for BASE+best: the one whose third step is the shortest. None: none can run."""
+def screen(
+    args: argparse.Namespace, wanted: Contender, nursery: Nursery | None, allocator: str = ""
+) -> Contender | None:
+    """Which of its forms stands for BASE+best: the one whose third step is the shortest. None: none can run. allocator:
+    that it was the fastest with in another precision; what pages cost it does not depend on that."""
     short = argparse.Namespace(
         **{**vars(args), "settle": 1, "warmup": 0, "sampled": 0, "rounds": 1, "steps": 1, "until": None}
     )
-    forms = wanted.forms(args.precision)
+    forms = [c for c in wanted.forms(args.precision) if not allocator or c.allocator == allocator]
+    if allocator and len(forms) == 1:
+        return forms[0]
     bursts, _ = take_turns("train", Pair, forms, lambda c: title_of(c, args.precision), short, nursery)
     if not bursts:
         return None

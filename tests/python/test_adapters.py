@@ -75,10 +75,10 @@ def _train(rank, world, family, sizes, stage, more=None, folder=None):
     ("family", "sizes", "stage", "more"),
     [
         ("llama", {"tp": 2}, 0, {}),
-        ("llama", {"pp": 2}, 0, {}),
         *(
             pytest.param(*case, marks=FULL)
             for case in (
+                ("llama", {"pp": 2}, 0, {}),
                 ("llama", {"tp": 2}, 3, {}),
                 ("llama", {"tp": 4}, 1, {}),
                 ("llama", {"tp": 3}, 0, {"keys": 4}),

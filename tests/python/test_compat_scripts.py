@@ -115,7 +115,7 @@ def _gan_loop(g, d, backward_g, backward_d, step_g, step_d, start: int, n: int) 
     return out
 
 
-@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)))
 def test_a_gan_that_calls_zero_grad_on_the_modules_trains_as_in_plain_torch(stage):
     g, d = _gan_models()
     opt_g, opt_d = torch.optim.SGD(g.parameters(), lr=0.1), torch.optim.SGD(d.parameters(), lr=0.1)

@@ -45,8 +45,10 @@ def test_trains_evaluates_saves_and_resumes(tmp_path):
     ("world", "tensor", "sequence", "stage", "adapters"),
     [
         (2, 2, 1, 1, False),
-        (2, 1, 2, 3, False),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in ((2, 2, 1, 2, True), (4, 2, 1, 2, False))),
+        *(
+            pytest.param(*c, marks=pytest.mark.full)
+            for c in ((2, 1, 2, 3, False), (2, 2, 1, 2, True), (4, 2, 1, 2, False))
+        ),
     ],
 )
 def test_ranks_that_share_a_model_or_sequences_train_as_one_process(world, tensor, sequence, stage, adapters, tmp_path):
@@ -80,6 +82,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 def test_fused_by_configuration(tmp_path):
     """Trainer prints four digits of a loss."""
     pytest.importorskip("peft")

@@ -27,11 +27,7 @@ from ranks import RankFailure, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
 
 GIB = 1 << 30
-# These have their peak in the second step, and with one micro-batch more than there are stages.
-QUICK = {
-    "A stage 3, 2 ranks, fp32": dict(steps=2),
-    "H stage 0, 2 stages, 1f1b, fp32": dict(steps=2, gas=3),
-}
+QUICK = {"A stage 3, 2 ranks, fp32": dict(steps=2)}  # it has its peak in the second step
 
 
 def predicted_and_measured(name: str, **shorter: int) -> None:
@@ -476,6 +472,7 @@ def test_initialize_with_a_sample_batch_knows_the_peak() -> None:
         json.dumps(told)
 
 
+@pytest.mark.full
 def test_initialize_predicts_what_checkpoints_import_and_measures_a_ranks_own_memory() -> None:
     """The compiler's 65 MB, which a dry run that imports them before it counts does not see; and parameters under
     zero.Init, which lie in shared memory that initialize gives back, are no less of the peak."""

@@ -80,6 +80,7 @@ def test_the_figures_of_stages_add_up() -> None:
     assert f"ranks of each stage: {told.stages[0] / 2**20:.1f}, {told.stages[1] / 2**20:.1f} MiB" in text
 
 
+@pytest.mark.full
 def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
     alone, shared = estimate(pipeline(2), ranks=2), estimate(pipeline(2), ranks=4)
     assert shared_by(alone) == {CONTROL: alone.shared}
@@ -94,6 +95,7 @@ def test_data_parallel_ranks_of_a_stage_share_its_states() -> None:
     assert over_nodes.node_peak == 2 * over_nodes.rank_peak + over_nodes.shared  # a stage on each
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_share_a_stage() -> None:
     """Two thirds of a block are cut in two."""
     whole, cut = estimate(pipeline(), ranks=2), estimate(pipeline(tensor_parallel=TENSORS), ranks=4)
@@ -126,6 +128,7 @@ def _cut_by_the_engine(rank: int, world: int, cfg: dict) -> str:
     return text
 
 
+@pytest.mark.full
 def test_a_model_is_cut_as_initialize_cuts_it() -> None:
     """Inside of a block: whether a place is one is seen by values, which the estimate gives to a block of each kind."""
     pytest.importorskip("transformers")
@@ -151,6 +154,7 @@ def note_of(told, *words: str) -> str:
     return next(n for n in told.notes if all(w in n for w in words))
 
 
+@pytest.mark.full
 def test_a_budget_is_for_all_micro_batches_in_flight() -> None:
     """The first rank of 1F1B holds two of them, the second one; GPipe has all four on both."""
     kept = estimate(pipeline(schedule="gpipe"))
@@ -163,6 +167,7 @@ def test_a_budget_is_for_all_micro_batches_in_flight() -> None:
     assert "at a time" not in note_of(one, "stage 1", "recomputed")
 
 
+@pytest.mark.full
 def test_what_waits_for_backward_follows_the_schedule() -> None:
     """1F1B keeps 2 micro-batches on the first of 2 ranks, GPipe all 4."""
     one, all_ = estimate(pipeline()), estimate(pipeline(schedule="gpipe"))
@@ -233,6 +238,7 @@ def test_the_plan_knows_what_a_budget_will_recompute() -> None:
         assert any(n.endswith(f": {chosen}") for n in told["notes"]), (chosen, told["notes"])
 
 
+@pytest.mark.full
 def test_initialize_knows_the_peak_of_tensor_parallel_stages() -> None:
     each = run_ranks(planned, 4, args=(pipeline(tensor_parallel=TENSORS),))
     whole = run_ranks(planned, 2, args=(pipeline(),))

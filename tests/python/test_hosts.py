@@ -299,6 +299,7 @@ def test_reductions(on_hosts, name: str) -> None:
         assert done > 0 and nodes == list(seen.values())
 
 
+@pytest.mark.full
 def test_every_dtype_and_reduction(on_hosts) -> None:
     on_hosts([0, 1, 0, 1], reduce_everything, [3, 20011], list(REDUCED), list(node.REDUCE_OPS))
 

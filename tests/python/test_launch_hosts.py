@@ -785,6 +785,7 @@ def test_a_launcher_that_is_not_installed_is_named(script, monkeypatch, tmp_path
         command("--launcher", "slurm", script)
 
 
+@pytest.mark.full
 def test_a_rank_under_srun_reports_its_traceback_to_the_launcher(tmp_path, programs):
     code = """
         import os, sys

@@ -138,6 +138,7 @@ def test_cells_reach_the_ranks(tmp_path):
     assert notebook.wait_gone(5) == set()
 
 
+@pytest.mark.full
 def test_errors_come_back_with_their_place(tmp_path):
     cells = """
         def helper(x):

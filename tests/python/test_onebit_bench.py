@@ -63,6 +63,7 @@ def test_what_is_shown_of_a_measurement():
     assert paper["rows"][0]["speedup"] > paper["rows"][-1]["speedup"] and "on paper" in onebit.show(paper)
 
 
+@pytest.mark.full
 def test_on_paper(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words = "bench onebit --nodes 3 --rate 1gbit --ranks 1 --seconds 0.5 --parameters 1e6 --step 0.1 --json"

@@ -122,6 +122,7 @@ def _all_ways(rank, world):
         return out + [_ways(rank, stage) for stage in (2, 3)]
 
 
+@pytest.mark.full
 def test_every_way_to_run_backward_gives_the_bits_of_one_node():
     for one_node, *others in run_ranks(_all_ways, 3):
         assert one_node[2] == "node"
