@@ -42,6 +42,13 @@ struct slots {
   uintptr_t relro_begin, relro_end;
 };
 
+/* Whether `at` is the executable's stub of the function `name`. */
+struct stub_search {
+  const char *name;
+  uintptr_t at;
+  bool found;
+};
+
 static atomic_bool heap_wanted;
 static pthread_once_t heap_once = PTHREAD_ONCE_INIT; /* not a mutex: a child of a fork could find that held */
 static struct slots heap_found;
@@ -137,9 +144,32 @@ static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
     }
   return 1;
 }
+
+/* The executable is the first object and has no name. Its entry for a function that others define has an address only
+ * where that is its stub (System V ABI, AMD64, "Function Addresses"). */
+static int heap_find_stub(struct dl_phdr_info *info, size_t size, void *search) {
+  (void)size;
+  struct stub_search *of = search;
+  struct tables t = {0};
+  for (int i = 0; i < info->dlpi_phnum; i++)
+    if (info->dlpi_phdr[i].p_type == PT_DYNAMIC &&
+        !heap_read_tables(info, (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr), &t))
+      return 1;
+  for (size_t i = 0; t.rela[0] && i < t.count[0]; i++) {
+    const ElfW(Sym) *symbol = &t.symbols[ELF64_R_SYM(t.rela[0][i].r_info)];
+    if (symbol->st_shndx == SHN_UNDEF && symbol->st_value && info->dlpi_addr + symbol->st_value == of->at &&
+        !strcmp(t.names + symbol->st_name, of->name))
+      of->found = true;
+  }
+  return 1;
+}
 #else
 static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   (void)info, (void)size, (void)out;
+  return 1;
+}
+static int heap_find_stub(struct dl_phdr_info *info, size_t size, void *search) {
+  (void)info, (void)size, (void)search;
   return 1;
 }
 #endif
@@ -156,16 +186,21 @@ static bool heap_write_slot(const struct slots *s, void **slot, void *value) {
 
 /* What all of these slots hold; NULL if they differ. A slot that the loader has not bound yet (lazy binding) points
  * into libc10's own code, and would be bound, over what is written here, when that is called: then what it would find.
+ * An executable with fixed addresses that takes a function's address (Debian's python3 of free) lends it that of a stub
+ * of its own, which jumps to the function: what libc10 takes the address of holds the stub, what it calls the function.
  */
 static void *heap_old_value(const struct slots *s, void **const slot[], int n, const char *name) {
-  void *value = NULL;
+  void *value = NULL, *stub = NULL;
   for (int i = 0; i < n; i++) {
     void *v = __atomic_load_n(slot[i], __ATOMIC_ACQUIRE);
     if (!v || ((uintptr_t)v >= s->begin && (uintptr_t)v < s->end)) v = dlsym(RTLD_DEFAULT, name);
-    if (i && v != value) return NULL;
-    value = v;
+    struct stub_search of = {.name = name, .at = (uintptr_t)v};
+    dl_iterate_phdr(heap_find_stub, &of);
+    if (of.found) stub = v;
+    else if (value && v != value) return NULL;
+    else value = v;
   }
-  return value;
+  return value ? value : stub;
 }
 
 static bool heap_patch(void) {

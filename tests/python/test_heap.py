@@ -330,6 +330,53 @@ def test_what_is_not_the_heaps_goes_to_the_allocator_before_it(binding: str, tmp
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
 
 
+# A program with fixed addresses that takes the address of free, as Debian's python3 does: what libc10 takes the address
+# of is the program's own stub, what it calls the C library's function.
+FIXED = r"""
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+int main(int argc, char **argv) {
+  static void (*volatile taken)(void *) = free;
+  char core[4096], shim[4096], c10[4096];
+  snprintf(core, sizeof core, "%s/libdeepc.so", argv[2]), snprintf(shim, sizeof shim, "%s/libdeepc_torch.so", argv[2]);
+  snprintf(c10, sizeof c10, "%s/libc10.so", argv[1]);
+  void *torch = dlopen(c10, RTLD_NOW | RTLD_LOCAL);
+  void *ours = argc == 3 && dlopen(core, RTLD_NOW | RTLD_GLOBAL) ? dlopen(shim, RTLD_NOW) : NULL;
+  if (!torch || !ours) return puts(dlerror()), 1;
+  void *(*take)(size_t) = (void *(*)(size_t))dlsym(torch, "c10_take");
+  void (*give)(void *) = (void (*)(void *))dlsym(torch, "c10_give");
+  void *(*address)(void) = (void *(*)(void))dlsym(torch, "c10_free");
+  int (*use)(int) = (int (*)(int))dlsym(ours, "dct_heap_use");
+  int stub = address() == (void *)taken && address() != dlsym(dlopen("libc.so.6", RTLD_NOW), "free");
+  void *before = take(4 << 20);
+  int on = use(1);
+  void *large = take(4 << 20), *small = take(100);
+  give(before), give(large), give(small);
+  use(0);
+  printf("%d %d %d\\n", stub, on, address() != (void *)taken);
+  return 0;
+}
+"""
+
+
+def test_a_program_with_fixed_addresses(tmp_path: Path) -> None:
+    from deepc.core.lib import library_dir
+
+    (tmp_path / "c10.c").write_text(STAND_IN + "void *c10_free(void) { return (void *)free; }\n")
+    (tmp_path / "fixed.c").write_text(FIXED)
+    for command in (
+        ["-shared", "-fPIC", "-o", "libc10.so", "c10.c"],
+        ["-no-pie", "-fno-pie", "-o", "fixed", "fixed.c", "-ldl"],
+    ):
+        if subprocess.run(["cc", "-O1", "-fno-builtin", *command], cwd=tmp_path, capture_output=True).returncode:
+            pytest.skip("cc makes no such program here")
+    done = subprocess.run([tmp_path / "fixed", tmp_path, library_dir()], capture_output=True, text=True, timeout=120)
+    if done.stdout.startswith("0 1"):
+        pytest.skip("the linker gives such a program no stub here")
+    assert done.returncode == 0 and done.stdout == "1 1 1\n", (done.returncode, done.stdout, done.stderr)
+
+
 # ---- plain programs (docs/keep-heap.md) ------------------------------------------------------------------------------
 _PLAIN = """
 import json
