@@ -337,7 +337,7 @@ FIXED = r"""
 #include <stdio.h>
 #include <stdlib.h>
 int main(int argc, char **argv) {
-  static void (*volatile taken)(void *) = free;
+  void (*volatile taken)(void *) = free; /* in code: data could be given the function's own address */
   char core[4096], shim[4096], c10[4096];
   snprintf(core, sizeof core, "%s/libdeepc.so", argv[2]), snprintf(shim, sizeof shim, "%s/libdeepc_torch.so", argv[2]);
   snprintf(c10, sizeof c10, "%s/libc10.so", argv[1]);
@@ -354,7 +354,7 @@ int main(int argc, char **argv) {
   void *large = take(4 << 20), *small = take(100);
   give(before), give(large), give(small);
   use(0);
-  printf("%d %d %d\\n", stub, on, address() != (void *)taken);
+  printf("%d %d %d\n", stub, on, address() != (void *)taken);
   return 0;
 }
 """
