@@ -172,7 +172,7 @@ def test_split_group_is_an_error_and_no_crash():
 
 
 # ---- destroy and start again -----------------------------------------------------------------------------------------
-def _start(rank: int, world: int, store: str, timeout_s: float = 30.0) -> None:
+def _start(rank: int, world: int, store: str, timeout_s: float = 200.0) -> None:
     dist.init_process_group(
         "deepc",
         init_method=f"file://{store}",
