@@ -712,7 +712,7 @@ def message_errors(rank, world, folder):
 
 
 def test_errors_of_messages(tmp_path):
-    run_ranks(message_errors, 2, args=(str(tmp_path),), timeout_s=30)
+    run_ranks(message_errors, 2, args=(str(tmp_path),))
 
 
 def groups(rank, world):
@@ -890,7 +890,7 @@ def mismatches(rank, world, folder):
 
 
 def test_mismatches_and_wrong_arguments(tmp_path):
-    run_ranks(mismatches, 2, args=(str(tmp_path),), timeout_s=30)
+    run_ranks(mismatches, 2, args=(str(tmp_path),))
 
 
 def late(rank, world):

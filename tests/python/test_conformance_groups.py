@@ -153,7 +153,7 @@ def splits(rank, world):
 
 
 def test_split_group_is_an_error_and_no_crash():
-    said = run_ranks(splits, 2, fresh=True, timeout_s=20)
+    said = run_ranks(splits, 2, fresh=True)
     assert said[0].keys() == said[1].keys()
     for name in said[0]:
         for text in (said[0][name], said[1][name]):
@@ -289,7 +289,7 @@ def threads(rank, world, rounds):
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.full)])
 def test_groups_from_several_threads(rounds):
-    run_ranks(threads, 2, args=(rounds,), timeout_s=40)
+    run_ranks(threads, 2, args=(rounds,))
 
 
 # ---- abort -----------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def wrong_calls(rank, world):
 
 
 def test_wrong_calls_are_refused_on_every_rank():
-    said = run_ranks(wrong_calls, 2, timeout_s=20)
+    said = run_ranks(wrong_calls, 2)
     for name in said[0]:
         refused = [not s[name].startswith("gave") for s in said]
         assert refused == [True, True], f"{name}: {[s[name] for s in said]}"
