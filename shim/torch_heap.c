@@ -42,8 +42,8 @@ struct slots {
   uintptr_t relro_begin, relro_end;
 };
 
-/* Whether `at` is the executable's stub of the function `name`. */
-struct stub_search {
+/* Whether `at` is the executable's entry for the function `name` in its procedure linkage table (PLT). */
+struct plt_search {
   const char *name;
   uintptr_t at;
   bool found;
@@ -145,11 +145,11 @@ static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   return 1;
 }
 
-/* The executable is the first object and has no name. Its entry for a function that others define has an address only
- * where that is its stub (System V ABI, AMD64, "Function Addresses"). */
-static int heap_find_stub(struct dl_phdr_info *info, size_t size, void *search) {
+/* The executable is the first object. Its symbol of a function that others define has a value only where that is the
+ * address of its PLT entry (System V ABI, AMD64, "Function Addresses"). */
+static int heap_find_plt_entry(struct dl_phdr_info *info, size_t size, void *search) {
   (void)size;
-  struct stub_search *of = search;
+  struct plt_search *of = search;
   struct tables t = {0};
   for (int i = 0; i < info->dlpi_phnum; i++)
     if (info->dlpi_phdr[i].p_type == PT_DYNAMIC &&
@@ -168,7 +168,7 @@ static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   (void)info, (void)size, (void)out;
   return 1;
 }
-static int heap_find_stub(struct dl_phdr_info *info, size_t size, void *search) {
+static int heap_find_plt_entry(struct dl_phdr_info *info, size_t size, void *search) {
   (void)info, (void)size, (void)search;
   return 1;
 }
@@ -186,21 +186,21 @@ static bool heap_write_slot(const struct slots *s, void **slot, void *value) {
 
 /* What all of these slots hold; NULL if they differ. A slot that the loader has not bound yet (lazy binding) points
  * into libc10's own code, and would be bound, over what is written here, when that is called: then what it would find.
- * An executable with fixed addresses that takes a function's address (Debian's python3 of free) lends it that of a stub
- * of its own, which jumps to the function: what libc10 takes the address of holds the stub, what it calls the function.
- */
+ * An executable with fixed addresses that takes a function's address (Debian's python3 of free) makes its PLT entry,
+ * which jumps to the function, that address for everyone: a slot for libc10's calls holds the function, one for where
+ * it takes the address the entry. */
 static void *heap_old_value(const struct slots *s, void **const slot[], int n, const char *name) {
-  void *value = NULL, *stub = NULL;
+  void *value = NULL, *entry = NULL;
   for (int i = 0; i < n; i++) {
     void *v = __atomic_load_n(slot[i], __ATOMIC_ACQUIRE);
     if (!v || ((uintptr_t)v >= s->begin && (uintptr_t)v < s->end)) v = dlsym(RTLD_DEFAULT, name);
-    struct stub_search of = {.name = name, .at = (uintptr_t)v};
-    dl_iterate_phdr(heap_find_stub, &of);
-    if (of.found) stub = v;
-    else if (value && v != value) return NULL;
+    struct plt_search of = {.name = name, .at = (uintptr_t)v};
+    dl_iterate_phdr(heap_find_plt_entry, &of);
+    if (of.found) entry = v;
+    else if (!v || (value && v != value)) return NULL;
     else value = v;
   }
-  return value ? value : stub;
+  return value ? value : entry;
 }
 
 static bool heap_patch(void) {

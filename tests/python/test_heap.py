@@ -331,7 +331,7 @@ def test_what_is_not_the_heaps_goes_to_the_allocator_before_it(binding: str, tmp
 
 
 # A program with fixed addresses that takes the address of free, as Debian's python3 does: what libc10 takes the address
-# of is the program's own stub, what it calls the C library's function.
+# of is an entry of the program's PLT, what it calls the C library's function.
 FIXED = r"""
 #include <dlfcn.h>
 #include <stdio.h>
@@ -348,13 +348,13 @@ int main(int argc, char **argv) {
   void (*give)(void *) = (void (*)(void *))dlsym(torch, "c10_give");
   void *(*address)(void) = (void *(*)(void))dlsym(torch, "c10_free");
   int (*use)(int) = (int (*)(int))dlsym(ours, "dct_heap_use");
-  int stub = address() == (void *)taken && address() != dlsym(dlopen("libc.so.6", RTLD_NOW), "free");
+  int entry = address() == (void *)taken && address() != dlsym(dlopen("libc.so.6", RTLD_NOW), "free");
   void *before = take(4 << 20);
   int on = use(1);
   void *large = take(4 << 20), *small = take(100);
   give(before), give(large), give(small);
   use(0);
-  printf("%d %d %d\n", stub, on, address() != (void *)taken);
+  printf("%d %d %d\n", entry, on, address() != (void *)taken);
   return 0;
 }
 """
@@ -373,7 +373,7 @@ def test_a_program_with_fixed_addresses(tmp_path: Path) -> None:
             pytest.skip("cc makes no such program here")
     done = subprocess.run([tmp_path / "fixed", tmp_path, library_dir()], capture_output=True, text=True, timeout=120)
     if done.stdout.startswith("0 1"):
-        pytest.skip("the linker gives such a program no stub here")
+        pytest.skip("the linker gives such a program no PLT entry of free here")
     assert done.returncode == 0 and done.stdout == "1 1 1\n", (done.returncode, done.stdout, done.stderr)
 
 
