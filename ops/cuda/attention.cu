@@ -1,5 +1,4 @@
-// attention.cu: dc_cuda_attention and its gradient. Bodies: attention.cuh. Compiled, and run as whole blocks of threads
-// on the CPU against the definition; not yet run on a GPU.
+// attention.cu: dc_cuda_attention and its gradient. Bodies: attention.cuh.
 //
 // Groups, slopes and layouts are in device memory, so their values are not looked at here.
 #include "cuda/attention.cuh"
@@ -47,6 +46,19 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// What the current device has.
+static int att_room_of(dc_gpu::AttRoom *room) {
+  int device, per_block, per_processor;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error != cudaSuccess) return dc__cuda_error(error, "asking for the size of shared memory");
+  const int half = per_processor / 2 - 1024; // which CUDA keeps of each block
+  room->most = per_block, room->half = half < per_block ? half : per_block;
+  return DC_OK;
+}
+
 // A block a unit, with more shared memory than a kernel has unasked.
 template <class K, class... Args>
 static int att_launch(K kernel, int64_t units, int bytes, cudaStream_t stream, const Args &...args) {
@@ -65,7 +77,9 @@ int dc_cuda_attention(const dc_attention_args *args, void *stream) {
   DeviceScope device;
   DC_TRY(device.enter(a.lse, "lse"));
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
-  const AttPlan plan = dc_gpu::att_forward_plan(a);
+  dc_gpu::AttRoom room;
+  DC_TRY(att_room_of(&room));
+  const AttPlan plan = dc_gpu::att_forward_plan(a, room);
   return with_low(a.dtype, [&](auto t) {
     using T = decltype(t);
     if (plan.sums == 64) return att_launch(att_forward_kernel<T, 8>, plan.units, plan.bytes, queue, a, plan);
@@ -75,7 +89,10 @@ int dc_cuda_attention(const dc_attention_args *args, void *stream) {
 
 template <class T> static int att_launch_grad(const dc_attention_grad_args &a, float *deltas, cudaStream_t queue) {
   const float *const of = deltas;
-  const AttPlan of_q = dc_gpu::att_grad_plan(dc_gpu::ATT_DQ, a), of_kv = dc_gpu::att_grad_plan(dc_gpu::ATT_DKV, a);
+  dc_gpu::AttRoom room;
+  DC_TRY(att_room_of(&room));
+  const AttPlan of_q = dc_gpu::att_grad_plan(dc_gpu::ATT_DQ, a, room);
+  const AttPlan of_kv = dc_gpu::att_grad_plan(dc_gpu::ATT_DKV, a, room);
   const int64_t rows = a.batch * a.heads * a.rows;
   if (rows > 0) {
     att_delta_kernel<T><<<grid_for(rows * dc_gpu::WARP), THREADS, 0, queue>>>(a, deltas);
@@ -89,7 +106,7 @@ template <class T> static int att_launch_grad(const dc_attention_grad_args &a, f
     DC_TRY(att_launch(att_grad_kv_kernel<T, 16>, of_kv.units, of_kv.bytes, queue, a, of_kv, of));
   }
   if (!a.dbias) return DC_OK;
-  const AttPlan of_bias = dc_gpu::att_grad_plan(dc_gpu::ATT_DBIAS, a);
+  const AttPlan of_bias = dc_gpu::att_grad_plan(dc_gpu::ATT_DBIAS, a, room);
   const dc_gpu::AttBiasUnits n = dc_gpu::att_bias_units(a);
   const int64_t units = dc_gpu::att_bias_count(n);
   return att_launch(att_grad_bias_kernel<T>, units, of_bias.bytes, queue, a, of_bias, n, units, of);

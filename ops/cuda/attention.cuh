@@ -5,6 +5,7 @@
 // Of the other side it meets ATT_RUNS runs of ATT_RUN rows at a time, a stage: those that at least one of its warps
 // sees, wherever they lie. What a layout, causality, a window or groups hide from all four is neither read nor
 // computed, and a warp leaves out the runs that its own rows do not see. A run is the inner dimension of one mma.
+// Where shared memory has room for two stages the next one comes while this one is computed.
 //
 // Softmax streams over the stages (Milakov & Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Scores of 16
 // bits are products of tensor cores with sums in fp32; probabilities and ds are rounded to 16 bits before they meet v,
@@ -18,9 +19,9 @@
 
 namespace dc_gpu {
 
-enum { ATT_THREADS = 128, ATT_TILE = 64, ATT_RUN = 16, ATT_RUNS = ATT_TILE / ATT_RUN, ATT_AHEAD = 32 };
+enum { ATT_THREADS = 128, ATT_TILE = 64, ATT_RUN = 16, ATT_RUNS = ATT_TILE / ATT_RUN };
+enum { ATT_AHEAD = 2 * ATT_THREADS }; // runs that are looked at together
 enum { ATT_SUMS = 128, ATT_P_PITCH = ATT_TILE + 4 }; // columns of a result at most, in a unit; see AttPlan
-enum { ATT_ROOM = 96 << 10 }; // bytes of shared memory that every GPU from sm_80 on gives a block
 #define ATT_LOG2E 1.44269504088896341f
 #define ATT_LN2 0.69314718055994531f
 #define ATT_FINITE (-2e38f) // a finite maximum for queries that see no key
@@ -126,38 +127,47 @@ struct AttPlan {
   int64_t units, heads, tiles;
   int width, pitch, groups, sums, sums_pitch; // sums: the columns of a result; pitches in elements
   int left[2], right[2], operand, p, bytes; // where they lie; left and right of one product or of two
+  int next; // of what a stage has: so many bytes on lies the other stage's; 0: there is one
   uint32_t threshold;
   bool whole, wide, wide_out; // wide: rows may be read, or written, 16 bytes at a time
 };
 struct AttRuns {
-  uint32_t seen[ATT_AHEAD]; // of candidates: what the four warps see of them, a byte each
-  uint32_t part[ATT_AHEAD]; // the same of those of which something is seen, and their first rows
-  int first[ATT_AHEAD], count;
-  float lse[ATT_TILE], delta[ATT_TILE]; // of the queries of a stage (dk and dv), or sums (dbias)
+  uint32_t mask[ATT_AHEAD / WARP]; // of candidates: whether something is seen
+  uint32_t part[ATT_AHEAD]; // of those of which something is: what the four warps see, a byte each
+  int first[ATT_AHEAD], count; // and their first rows
+  float lse[2][ATT_TILE], delta[2][ATT_TILE]; // of the queries of two stages (dk and dv), or sums (dbias)
 };
 enum { ATT_RUNS_BYTES = (sizeof(AttRuns) + 127) / 128 * 128 };
+// Bytes of shared memory that a block may have, and that two blocks on one processor have each. Defaults: what every
+// GPU from sm_80 on gives.
+struct AttRoom {
+  int most = 96 << 10, half = 48 << 10;
+};
 
 enum AttKind { ATT_FORWARD, ATT_DQ, ATT_DKV, ATT_DBIAS };
-inline AttPlan att_plan(AttKind kind, int64_t own_rows, int64_t heads, int64_t dim, int size) { // on the host
+inline AttPlan att_plan(AttKind kind, int64_t own_rows, int64_t heads, int64_t dim, int size,
+                        AttRoom room) { // on the host
   AttPlan p = {};
   const int columns = dim <= 64 ? 64 : dim <= 128 ? 128 : 256, pad = 16 / size, products = kind == ATT_FORWARD ? 1 : 2;
   p.sums = columns < ATT_SUMS ? columns : (int)ATT_SUMS, p.sums_pitch = p.sums + pad;
   p.groups = kind == ATT_DBIAS ? 1 : columns / p.sums;
-  for (int whole = 1; whole >= 0; whole--) {
+  for (int depth = kind == ATT_DBIAS ? 1 : 2; depth >= 0; depth--) { // stages at a time; 0: pieces of columns
     int at = ATT_RUNS_BYTES;
     const auto take = [&at](int bytes) {
       const int begin = at;
       at += bytes;
       return begin;
     };
-    p.whole = whole != 0, p.width = whole ? columns : 64, p.pitch = p.width + pad;
-    const int tile = ATT_TILE * p.pitch * size;
-    for (int k = 0; k < 2; k++) p.left[k] = k == 0 || (whole && k < products) ? take(tile) : p.left[0];
-    for (int k = 0; k < 2; k++) p.right[k] = k == 0 || (whole && k < products) ? take(tile) : p.right[0];
-    if (kind == ATT_FORWARD || (!whole && kind != ATT_DBIAS)) p.operand = take(ATT_TILE * p.sums_pitch * size);
+    p.whole = depth > 0, p.width = p.whole ? columns : 64, p.pitch = p.width + pad;
+    const int tile = ATT_TILE * p.pitch * size, sums = ATT_TILE * p.sums_pitch * size;
+    for (int k = 0; k < 2; k++) p.left[k] = k == 0 || (p.whole && k < products) ? take(tile) : p.left[0];
     if (size == 4 && kind != ATT_DBIAS) p.p = take(ATT_TILE * ATT_P_PITCH * 4);
-    p.bytes = at;
-    if (at <= ATT_ROOM) break;
+    const int stage = at;
+    for (int k = 0; k < 2; k++) p.right[k] = k == 0 || (p.whole && k < products) ? take(tile) : p.right[0];
+    if (kind == ATT_FORWARD || (!p.whole && kind != ATT_DBIAS)) p.operand = take(sums);
+    p.next = depth == 2 ? at - stage : 0;
+    p.bytes = at + p.next;
+    if (p.bytes <= (depth == 2 ? room.half : room.most)) break;
   }
   p.heads = heads, p.tiles = (own_rows + ATT_TILE - 1) / ATT_TILE;
   p.units = p.tiles * heads * p.groups;
@@ -169,24 +179,24 @@ inline bool att_wide(const void *p, const int64_t *stride, int64_t dim, int size
   return (uintptr_t)p % 16 == 0 && all * size % 16 == 0;
 }
 // What is the same of both calls; `size` gets the bytes of an element.
-template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size) {
+template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size, AttRoom room) {
   const bool keys = kind == ATT_DKV;
   *size = a.dtype == DC_F32 ? 4 : 2;
-  AttPlan p = att_plan(kind, keys ? a.keys : a.rows, keys ? a.kv_heads : a.heads, a.dim, *size);
+  AttPlan p = att_plan(kind, keys ? a.keys : a.rows, keys ? a.kv_heads : a.heads, a.dim, *size, room);
   p.units *= a.batch, p.threshold = (uint32_t)dc__philox_threshold(a.mask.dropout.rate);
   p.wide = att_wide(a.q, a.q_stride, a.dim, *size) && att_wide(a.k, a.k_stride, a.dim, *size) &&
            att_wide(a.v, a.v_stride, a.dim, *size);
   return p;
 }
-inline AttPlan att_forward_plan(const dc_attention_args &a) {
+inline AttPlan att_forward_plan(const dc_attention_args &a, AttRoom room = AttRoom()) {
   int size;
-  AttPlan p = att_plan_of(ATT_FORWARD, a, &size);
+  AttPlan p = att_plan_of(ATT_FORWARD, a, &size, room);
   p.wide_out = att_wide(a.out, a.out_stride, a.dim, size);
   return p;
 }
-inline AttPlan att_grad_plan(AttKind kind, const dc_attention_grad_args &a) {
+inline AttPlan att_grad_plan(AttKind kind, const dc_attention_grad_args &a, AttRoom room = AttRoom()) {
   int size;
-  AttPlan p = att_plan_of(kind, a, &size);
+  AttPlan p = att_plan_of(kind, a, &size, room);
   const bool keys = kind == ATT_DKV;
   p.wide = p.wide && att_wide(a.dout, a.dout_stride, a.dim, size);
   p.wide_out = keys ? att_wide(a.dk, a.dk_stride, a.dim, size) && att_wide(a.dv, a.dv_stride, a.dim, size)
@@ -212,34 +222,39 @@ DC_GPU AttRows<S> att_rows(const void *p, const int64_t *stride, int64_t b, int6
   return AttRows<S>{static_cast<const S *>(p) + b * stride[0] + h * stride[1], stride[2], (int)count, (int)dim, wide};
 }
 DC_GPU int att_round(int n) { return (n + ATT_RUN - 1) / ATT_RUN * ATT_RUN; }
+// What all threads have begun to copy is there for all.
+DC_GPU void att_here(void) {
+  copies_wait();
+  block_sync();
+}
 // Of columns from `column` on: how many are there, at most `most`; whole runs, zeros behind the last.
 DC_GPU int att_width(int dim, int column, int most) {
   const int left = att_round(dim) - column;
   return left < 0 ? 0 : left < most ? left : most;
 }
 
-// ATT_TILE rows, row(r) of the array each (below 0: none), columns from `column` on, come to shared memory.
+// ATT_TILE rows, row(r) of the array each (below 0: none), columns from `column` on, come to shared memory: they are
+// there after copies_wait, and for others after a barrier.
 template <class S, class R> DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int column, R row) {
   constexpr int V = 16 / (int)sizeof(S);
-  const int across = width / V;
-  for (int at = block_thread(); at < ATT_TILE * across; at += ATT_THREADS) {
-    const int r = at / across, c = at % across * V, i = row(r);
-    Pack<S, V> v;
-    DC_UNROLL
-    for (int k = 0; k < V; k++) v.x[k] = 0;
-    if (i >= 0 && i < x.count && column + c < x.dim) {
-      const S *from = x.at + i * x.stride + column + c;
-      if (x.wide) v = load<S, V>(from);
-      else
-        for (int k = 0; k < V && column + c + k < x.dim; k++) v.x[k] = from[k];
-    }
-    store<S, V>(to + r * pitch + c, v);
+  int log = 0; // of the vectors across, a power of two: the last ones may have nothing to do
+  while (V << log < width) log++;
+  for (int at = block_thread(); at < ATT_TILE << log; at += ATT_THREADS) {
+    const int r = at >> log, c = (at & ((1 << log) - 1)) * V;
+    if (c >= width) continue;
+    const int i = row(r);
+    const bool there = i >= 0 && i < x.count && column + c < x.dim;
+    const S *from = there ? x.at + i * x.stride + column + c : x.at;
+    S *place = to + r * pitch + c;
+    if (x.wide) copy_ahead16(place, from, there);
+    else
+      for (int k = 0; k < V; k++) place[k] = there && column + c + k < x.dim ? from[k] : (S)0;
   }
 }
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 struct AttStage {
-  int first[ATT_RUNS]; // rows of the runs; below 0: none
+  const int *first; // [ATT_RUNS] rows of the runs, in shared memory; below 0: none
   uint32_t parts; // what this warp sees of each, a byte each
   DC_GPU int part(int run) const { return (int)(parts >> (8 * run) & 255u); }
   DC_GPU int row(int r) const { return first[r / ATT_RUN] < 0 ? -1 : first[r / ATT_RUN] + r % ATT_RUN; }
@@ -247,41 +262,67 @@ struct AttStage {
 DC_GPU AttStage att_stage(const AttRuns *runs, int at) {
   const int warp = block_thread() / WARP;
   AttStage t;
-  t.parts = 0;
+  t.first = runs->first + at, t.parts = 0;
   DC_UNROLL
-  for (int k = 0; k < ATT_RUNS; k++) {
-    t.first[k] = runs->first[at + k];
-    t.parts |= (runs->part[at + k] >> (8 * warp) & 255u) << (8 * k);
-  }
+  for (int k = 0; k < ATT_RUNS; k++) t.parts |= (runs->part[at + k] >> (8 * warp) & 255u) << (8 * k);
   return t;
 }
 
-// f(stage) for the runs from number `begin` to `end` of which the rows from `own` on see something; TURNED: the runs
-// are of queries, `own` is a key.
-template <bool TURNED, class F>
-DC_GPU void att_each_stage(AttRuns *runs, const AttSight &s, int own, int begin, int end, F f) {
+// The runs of [begin, begin + ATT_AHEAD), up to `end`, of which the rows from `own` on see something. A thread has one
+// candidate of each half.
+template <bool TURNED> DC_GPU void att_look(AttRuns *runs, const AttSight &s, int own, int begin, int end) {
   const int thread = block_thread();
-  for (int c = begin; c < end; c += ATT_AHEAD) {
-    const int run = (c + thread / ATT_RUNS) * ATT_RUN, mine = own + thread % ATT_RUNS * ATT_RUN;
-    int part = ATT_HIDDEN;
-    if (c + thread / ATT_RUNS < end) part = TURNED ? att_part(s, run, mine) : att_part(s, mine, run);
-    block_sync(); // the stages before have been read
-    reinterpret_cast<uint8_t *>(runs->seen)[thread] = (uint8_t)part;
-    block_sync();
-    if (thread < ATT_AHEAD) {
-      const uint32_t seen = runs->seen[thread];
-      int at = 0;
-      for (int k = 0; k < thread; k++) at += runs->seen[k] != 0;
-      if (seen) runs->part[at] = seen, runs->first[at] = (c + thread) * ATT_RUN;
-      at += seen != 0;
-      if (thread == ATT_AHEAD - 1) {
-        runs->count = at;
-        for (; at % ATT_RUNS; at++) runs->part[at] = 0, runs->first[at] = -1;
-      }
+  uint32_t seen[2];
+  block_sync(); // the stages before have been read
+  DC_UNROLL
+  for (int half = 0; half < 2; half++) {
+    const int candidate = begin + half * ATT_THREADS + thread, run = candidate * ATT_RUN;
+    seen[half] = 0;
+    for (int warp = 0; warp < ATT_RUNS && candidate < end; warp++) {
+      const int mine = own + warp * ATT_RUN;
+      seen[half] |= (uint32_t)(TURNED ? att_part(s, run, mine) : att_part(s, mine, run)) << (8 * warp);
     }
-    block_sync();
+    const uint32_t mask = ballot(seen[half] != 0);
+    if (thread % WARP == 0) runs->mask[(half * ATT_THREADS + thread) / WARP] = mask;
+  }
+  block_sync();
+  DC_UNROLL
+  for (int half = 0; half < 2; half++) {
+    const int candidate = half * ATT_THREADS + thread, word = candidate / WARP;
+    int at = bits_of(runs->mask[word] & ((1u << thread % WARP) - 1u));
+    for (int k = 0; k < word; k++) at += bits_of(runs->mask[k]);
+    if (seen[half]) runs->part[at] = seen[half], runs->first[at] = (begin + candidate) * ATT_RUN;
+    at += seen[half] != 0;
+    if (candidate == ATT_AHEAD - 1) {
+      runs->count = at;
+      for (; at % ATT_RUNS; at++) runs->part[at] = 0, runs->first[at] = -1;
+    }
+  }
+  block_sync();
+}
+
+// use(stage, k) for the runs from number `begin` to `end` of which the rows from `own` on see something, after
+// load(stage, k) has begun to bring it: what is in place number k, 0 or 1, is there for all threads then. TURNED: the
+// runs are of queries, `own` is a key.
+template <bool TURNED, class L, class F>
+DC_GPU void att_each_stage(AttRuns *runs, const AttPlan &plan, const AttSight &s, int own, int begin, int end, L load,
+                           F use) {
+  const bool two = plan.next != 0;
+  for (int c = begin; c < end; c += ATT_AHEAD) {
+    att_look<TURNED>(runs, s, own, c, end);
     const int count = runs->count;
-    for (int at = 0; at < count; at += ATT_RUNS) f(att_stage(runs, at));
+    if (two && count > 0) load(att_stage(runs, 0), 0);
+    for (int at = 0, k = 0; at < count; at += ATT_RUNS, k = two && !k) {
+      const AttStage t = att_stage(runs, at);
+      if (!two) {
+        block_sync(); // the stage before has been read
+        load(t, 0);
+      }
+      copies_wait();
+      block_sync(); // and the stage before has been read
+      if (two && at + ATT_RUNS < count) load(att_stage(runs, at + ATT_RUNS), !k);
+      use(t, k);
+    }
   }
 }
 // The runs of keys that queries [i, i + ATT_TILE) may see, by causality and the window; of queries, that may see keys
@@ -400,30 +441,40 @@ DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stor
   }
 }
 
-// x = left right^T by pieces of columns, number k of the plan's products; own: the block's first row of `left`. All
-// threads of the block come here; loads(column) brings what else the stage needs, with the first piece.
-template <class T, class F>
-DC_GPU void att_product(AttTile &x, char *room, const AttPlan &plan, int k, const AttRows<typename T::stored> &left,
-                        const AttRows<typename T::stored> &right, int own, const AttStage &t, F loads) {
+// x = left right^T, number k of the plan's products: of what is in shared memory where all columns fit, in place
+// `place`; else by pieces of columns. own: the block's first row of `left`. All threads of the block come here.
+template <class T>
+DC_GPU void att_product(AttTile &x, char *room, const AttPlan &plan, int k, int place,
+                        const AttRows<typename T::stored> &left, const AttRows<typename T::stored> &right, int own,
+                        const AttStage &t) {
   typedef typename T::stored S;
-  S *l = att_at<S>(room, plan.left[k]), *r = att_at<S>(room, plan.right[k]);
-  const int warp = block_thread() / WARP;
+  S *l = att_at<S>(room, plan.left[k]), *r = att_at<S>(room, plan.right[k] + place * plan.next);
+  const int mine = block_thread() / WARP * ATT_RUN * plan.pitch;
   att_clear(x);
+  if (plan.whole) {
+    att_scores<T>(x, l + mine, r, plan.pitch, att_round(left.dim), t);
+    return;
+  }
   for (int column = 0; column < left.dim; column += plan.width) {
     const int width = att_width(left.dim, column, plan.width);
     block_sync(); // what was there has been read
-    if (!plan.whole) att_fill(l, plan.pitch, width, left, column, [=](int i) { return own + i; });
+    att_fill(l, plan.pitch, width, left, column, [=](int i) { return own + i; });
     att_fill(r, plan.pitch, width, right, column, [&](int i) { return t.row(i); });
-    if (column == 0) loads();
-    block_sync();
-    att_scores<T>(x, l + warp * ATT_RUN * plan.pitch, r, plan.pitch, width, t);
+    att_here();
+    att_scores<T>(x, l + mine, r, plan.pitch, width, t);
   }
 }
-// Where all columns fit: the block's own rows, once; a barrier comes before they are read (att_each_stage).
+// Where all columns fit: the block's own rows, once. att_each_stage waits for them.
 template <class S> DC_GPU void att_stay(char *room, const AttPlan &plan, int k, const AttRows<S> &left, int own) {
   if (plan.whole)
-    att_fill(att_at<S>(room, plan.left[k]), plan.pitch, att_width(left.dim, 0, plan.width), left, 0,
-             [=](int i) { return own + i; });
+    att_fill(att_at<S>(room, plan.left[k]), plan.pitch, att_round(left.dim), left, 0, [=](int i) { return own + i; });
+}
+// The same of a stage's rows.
+template <class S>
+DC_GPU void att_bring(char *room, const AttPlan &plan, int k, int place, const AttRows<S> &right, const AttStage &t) {
+  if (plan.whole)
+    att_fill(att_at<S>(room, plan.right[k] + place * plan.next), plan.pitch, att_round(right.dim), right, 0,
+             [&](int i) { return t.row(i); });
 }
 
 // ---- scores to probabilities ---------------------------------------------------------------------------------------
@@ -549,18 +600,21 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
   const auto q = att_rows<S>(a.q, a.q_stride, u.b, u.h, a.rows, dim, plan.wide);
   const auto k = att_rows<S>(a.k, a.k_stride, u.b, kv, a.keys, dim, plan.wide);
   const auto v = att_rows<S>(a.v, a.v_stride, u.b, kv, a.keys, dim, plan.wide);
-  S *values = att_at<S>(room, plan.operand);
   const float scale = __fmul_rn(a.scale, att_units<T>());
   float out[N][4], max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
   att_clear(out);
-  block_sync(); // the unit before has been read
+  att_here(); // the unit before has been read
   att_stay(room, plan, 0, q, own);
   int begin, end;
   att_key_runs(s, own, &begin, &end);
-  att_each_stage<false>(att_at<AttRuns>(room, 0), s, own, begin, end, [&](const AttStage &t) {
+  const auto values = [&](int place) { return att_at<S>(room, plan.operand + place * plan.next); };
+  const auto load = [&](const AttStage &t, int place) {
+    att_bring(room, plan, 0, place, k, t);
+    att_fill(values(place), plan.sums_pitch, width, v, u.first, [&](int i) { return t.row(i); });
+  };
+  att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x;
-    att_product<T>(x, room, plan, 0, q, k, own, t,
-                   [&] { att_fill(values, plan.sums_pitch, width, v, u.first, [&](int i) { return t.row(i); }); });
+    att_product<T>(x, room, plan, 0, place, q, k, own, t);
     if (t.parts == 0) return;
     att_mask(x, s, at, t);
     DC_UNROLL
@@ -596,7 +650,7 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
         for (int e = 0; e < 4; e++) x[n][e] = keep[n] >> e & 1u ? x[n][e] : 0.0f;
       }
     }
-    att_add<T, N>(out, x, values, plan.sums_pitch, width, t, att_room_of_p(room, plan));
+    att_add<T, N>(out, x, values(place), plan.sums_pitch, width, t, att_room_of_p(room, plan));
   });
   float by[2];
   DC_UNROLL
@@ -677,22 +731,24 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
   att_clear(dq);
   DC_UNROLL
   for (int r = 0; r < 2; r++) att_query<T>(a, deltas, u.b, u.h, at.row(2 * r), &lse[r], &delta[r]);
-  block_sync(); // the unit before has been read
+  att_here(); // the unit before has been read
   att_stay(room, plan, 0, q, own);
   att_stay(room, plan, 1, dout, own);
   int begin, end;
   att_key_runs(s, own, &begin, &end);
-  att_each_stage<false>(att_at<AttRuns>(room, 0), s, own, begin, end, [&](const AttStage &t) {
+  const auto load = [&](const AttStage &t, int place) {
+    att_bring(room, plan, 0, place, k, t);
+    att_bring(room, plan, 1, place, v, t);
+    if (!plan.whole)
+      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, k, u.first, [&](int i) { return t.row(i); });
+  };
+  att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x, dp;
-    const S *keys = att_at<S>(room, plan.right[0]) + u.first;
-    int pitch = plan.pitch;
-    att_product<T>(x, room, plan, 0, q, k, own, t, [] {});
-    att_product<T>(dp, room, plan, 1, dout, v, own, t, [&] {
-      if (plan.whole) return;
-      S *to = att_at<S>(room, plan.operand);
-      att_fill(to, plan.sums_pitch, width, k, u.first, [&](int i) { return t.row(i); });
-      keys = to, pitch = plan.sums_pitch;
-    });
+    const S *keys = plan.whole ? att_at<S>(room, plan.right[0] + place * plan.next) + u.first
+                               : att_at<S>(room, plan.operand);
+    const int pitch = plan.whole ? plan.pitch : plan.sums_pitch;
+    att_product<T>(x, room, plan, 0, place, q, k, own, t);
+    att_product<T>(dp, room, plan, 1, place, dout, v, own, t);
     if (t.parts == 0) return;
     att_slopes<T>(
         x, dp, s, at, t, scale, [&](int, int e) { return lse[e / 2]; }, [&](int, int e) { return delta[e / 2]; });
@@ -719,7 +775,7 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
   float dk[N][4], dv[N][4];
   att_clear(dk);
   att_clear(dv);
-  block_sync(); // the unit before has been read
+  att_here(); // the unit before has been read
   att_stay(room, plan, 0, k, own);
   att_stay(room, plan, 1, v, own);
   float kept = 1.0f;
@@ -730,30 +786,34 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
     int begin, end;
     kept = s.kept;
     att_query_runs(s, own, &begin, &end);
-    att_each_stage<true>(runs, s, own, begin, end, [&](const AttStage &t) {
+    const auto operand = [&](const AttRows<S> &x, const AttStage &t) {
+      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, x, u.first, [&](int i) { return t.row(i); });
+    };
+    const auto load = [&](const AttStage &t, int place) {
+      const int r = block_thread();
+      att_bring(room, plan, 0, place, q, t);
+      att_bring(room, plan, 1, place, dout, t);
+      if (!plan.whole) operand(dout, t);
+      if (r < ATT_TILE) att_query<T>(a, deltas, u.b, h, t.row(r), &runs->lse[place][r], &runs->delta[place][r]);
+    };
+    att_each_stage<true>(runs, plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
       AttTile x, dp;
-      const S *queries = att_at<S>(room, plan.right[0]) + u.first, *slopes = att_at<S>(room, plan.right[1]) + u.first;
-      S *operand = att_at<S>(room, plan.operand);
-      int pitch = plan.pitch;
-      att_product<T>(x, room, plan, 0, k, q, own, t, [&] {
-        const int r = block_thread();
-        if (r < ATT_TILE) att_query<T>(a, deltas, u.b, h, t.row(r), &runs->lse[r], &runs->delta[r]);
-      });
-      att_product<T>(dp, room, plan, 1, v, dout, own, t, [&] {
-        if (plan.whole) return;
-        att_fill(operand, plan.sums_pitch, width, dout, u.first, [&](int i) { return t.row(i); });
-        queries = slopes = operand, pitch = plan.sums_pitch;
-      });
+      const S *queries = att_at<S>(room, plan.right[0] + place * plan.next) + u.first;
+      const S *slopes = att_at<S>(room, plan.right[1] + place * plan.next) + u.first;
+      if (!plan.whole) queries = slopes = att_at<S>(room, plan.operand);
+      const int pitch = plan.whole ? plan.pitch : plan.sums_pitch;
+      att_product<T>(x, room, plan, 0, place, k, q, own, t);
+      att_product<T>(dp, room, plan, 1, place, v, dout, own, t);
       if (t.parts != 0) {
         att_slopes<T>(
-            x, dp, s, at, t, scale, [&](int n, int e) { return runs->lse[8 * n + 2 * at.q + e % 2]; },
-            [&](int n, int e) { return runs->delta[8 * n + 2 * at.q + e % 2]; });
+            x, dp, s, at, t, scale, [&](int n, int e) { return runs->lse[place][8 * n + 2 * at.q + e % 2]; },
+            [&](int n, int e) { return runs->delta[place][8 * n + 2 * at.q + e % 2]; });
         att_add<T, N>(dv, x, slopes, pitch, width, t, mine);
       }
       if (!plan.whole) {
         block_sync(); // dout has been read
-        att_fill(operand, plan.sums_pitch, width, q, u.first, [&](int i) { return t.row(i); });
-        block_sync();
+        operand(q, t);
+        att_here();
       }
       if (t.parts != 0) att_add<T, N>(dk, dp, queries, pitch, width, t, mine);
     });
@@ -825,8 +885,11 @@ DC_GPU void att_grad_bias(const dc_attention_grad_args &a, const AttPlan &plan, 
         if (!att_bias_stage(runs, s, own, j, &t)) continue;
         att_stay(room, plan, 0, q, own);
         att_stay(room, plan, 1, dout, own);
-        att_product<T>(x, room, plan, 0, q, k, own, t, [] {});
-        att_product<T>(dp, room, plan, 1, dout, v, own, t, [] {});
+        att_bring(room, plan, 0, 0, k, t);
+        att_bring(room, plan, 1, 0, v, t);
+        att_here();
+        att_product<T>(x, room, plan, 0, 0, q, k, own, t);
+        att_product<T>(dp, room, plan, 1, 0, dout, v, own, t);
         if (t.parts == 0) continue;
         float lse[2], delta[2];
         DC_UNROLL
@@ -856,7 +919,7 @@ DC_GPU void att_grad_bias(const dc_attention_grad_args &a, const AttPlan &plan, 
     return;
   }
   // over the rows: of a thread, of the lanes with its columns, of the warps
-  float *parts = runs->lse; // lse and delta: the four warps' sums of half of the keys
+  float *parts = runs->lse[0]; // of both stages: the four warps' sums of half of the keys
   for (int half = 0; half < 2; half++) {
     block_sync(); // the half before has been read
     DC_UNROLL

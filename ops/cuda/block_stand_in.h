@@ -27,7 +27,7 @@ public:
     threads_.resize((size_t)count);
     for (auto &t : threads_) {
       if (!t.stack) t.stack.reset(new char[kStack]);
-      t.done = false, t.waits_for = nullptr;
+      t.done = false, t.waits_for = nullptr, t.copies.clear();
       getcontext(&t.context);
       t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = kStack, t.context.uc_link = nullptr;
       makecontext(&t.context, enter, 0);
@@ -73,6 +73,11 @@ public:
     const void *row;
     int lane;
   };
+  struct Copy {
+    void *to;
+    const void *from; // NULL: zeros
+  };
+  std::vector<Copy> &copies() { return threads_[(size_t)number_].copies; } // that this thread has begun
   Posted &posted(int lane) { return threads_[(size_t)(number_ / 32 * 32 + lane)].posted; }
 
 private:
@@ -89,6 +94,7 @@ private:
     long turn;
     void *fake = nullptr;
     Posted posted;
+    std::vector<Copy> copies;
   };
   void switch_to(Thread &t) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -148,13 +154,37 @@ inline uint32_t from_lane(uint32_t v, int lane) {
   });
   return got;
 }
+inline uint32_t ballot(bool yes) {
+  Block &b = *Block::current();
+  Block::Posted &mine = b.posted(b.number() % 32);
+  uint32_t got = 0;
+  mine.in[0] = yes, mine.out = &got;
+  b.together(true, 6, [&b] {
+    uint32_t all = 0;
+    for (int l = 0; l < 32; l++) all |= b.posted(l).in[0] << l;
+    for (int l = 0; l < 32; l++) *b.posted(l).out = all;
+  });
+  return got;
+}
+inline int bits_of(uint32_t mask) { return __builtin_popcount(mask); }
+// Bytes are there when the thread waits for them, and full of NaN before.
+inline void copy_ahead16(void *to, const void *from, bool there) {
+  misaligned_accesses += (uintptr_t)to % 16 != 0 || (there && (uintptr_t)from % 16 != 0);
+  memset(to, 0xff, 16);
+  Block::current()->copies().push_back({to, there ? from : nullptr});
+}
+inline void copies_wait(void) {
+  auto &copies = Block::current()->copies();
+  for (const Block::Copy &c : copies) {
+    if (c.from) memcpy(c.to, c.from, 16);
+    else memset(c.to, 0, 16);
+  }
+  copies.clear();
+}
 inline float from_lane(float v, int lane) { return __uint_as_float(from_lane(__float_as_uint(v), lane)); }
 
 // Elements of the two halves of a register.
 template <class T> float half_of(uint32_t pair, int k) { return T::up((uint16_t)(pair >> (16 * k))); }
-template <class T> uint32_t pair_of(float low, float high) {
-  return (uint32_t)T::down(low) | (uint32_t)T::down(high) << 16;
-}
 
 template <class T> void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Block &b = *Block::current();

@@ -86,6 +86,39 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ d
   });
 }
 
+// Registers are for HELD_THREADS threads a block then.
+enum { HELD_THREADS = 128 };
+template <class T, int N>
+__global__ void __launch_bounds__(HELD_THREADS) norm_held_kernel(const __grid_constant__ dc_norm_args a) {
+  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
+  each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
+    dc_gpu::HeldRow<T, N> held;
+    float sum[V], mean = 0.0f;
+    held.load(a, row, lane);
+    if (a.mean) {
+      held.total(sum, a.cols, lane);
+      mean = __fdiv_rn(row_sum<V>(sum), (float)a.cols);
+    }
+    held.squares(sum, a.cols, lane, mean);
+    held.out(a, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
+  });
+}
+
+template <class T> static void fused_launch_norm(const dc_norm_args &a, bool wide, cudaStream_t stream) {
+  constexpr int L = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count;
+  const unsigned grid = fused_grid_for_groups<L>(a.rows);
+  const auto held = [&](auto pieces) {
+    const int64_t blocks = (a.rows + HELD_THREADS / L - 1) / (HELD_THREADS / L);
+    norm_held_kernel<T, decltype(pieces)::value>
+        <<<(unsigned)(blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID), HELD_THREADS, 0, stream>>>(a);
+  };
+  if (!wide) norm_kernel<T, false><<<grid, THREADS, 0, stream>>>(a);
+  else if (a.cols <= 8 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<8>());
+  else if (a.cols <= 16 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<16>());
+  else if (a.cols <= 32 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<32>());
+  else norm_kernel<T, true><<<grid, THREADS, 0, stream>>>(a);
+}
+
 int dc_cuda_norm(const dc_norm_args *args, void *stream) {
   dc_norm_args a;
   DC_TRY(check_norm(args, &a));
@@ -94,11 +127,9 @@ int dc_cuda_norm(const dc_norm_args *args, void *stream) {
   DC_TRY(device.enter(a.y, "y"));
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
-    const cudaStream_t queue = static_cast<cudaStream_t>(stream);
-    const unsigned grid = fused_grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
-    if (fused_wide<T>({a.x, a.residual, a.weight, a.bias, a.y, a.sum}, {a.cols, a.x_stride, a.residual_stride}))
-      norm_kernel<T, true><<<grid, THREADS, 0, queue>>>(a);
-    else norm_kernel<T, false><<<grid, THREADS, 0, queue>>>(a);
+    const bool wide = fused_wide<T>({a.x, a.residual, a.weight, a.bias, a.y, a.sum},
+                                    {a.cols, a.x_stride, a.residual_stride});
+    fused_launch_norm<T>(a, wide, static_cast<cudaStream_t>(stream));
     return launched();
   });
 }

@@ -197,6 +197,17 @@ DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, 
 DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
 }
+// Elements [i, i + V) of what is normalised become those of the result.
+template <int V, bool WIDE> DC_GPU void norm_piece(float *f, const dc_norm_args &a, int64_t i, float mean, float rstd) {
+  float w[V], b[V];
+  get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+  if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
+  DC_UNROLL
+  for (int j = 0; j < V; j++) {
+    const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
+    f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
+  }
+}
 template <class T, bool WIDE>
 DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t row, int lane, float mean,
                      float rstd) {
@@ -205,17 +216,77 @@ DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
   each_of_row<T, WIDE>(x, a.cols, lane, [&](int64_t i, float *f) {
-    float w[V], b[V];
-    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
-    if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
-    DC_UNROLL
-    for (int j = 0; j < V; j++) {
-      const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
-      f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
-    }
+    norm_piece<V, WIDE>(f, a, i, mean, rstd);
     put<T, V, WIDE>(y, i, a.cols, f);
   });
 }
+
+// A row of up to N * ROW_SUMS elements whose lanes keep theirs, N pieces of V, in registers: memory is read once. Every
+// array can be read and written in whole pieces.
+template <class T, int N> struct HeldRow {
+  static constexpr int V = Lane<T, ROW_SUMS>::width;
+  typename T::stored raw[N][V];
+  DC_GPU void load(const dc_norm_args &a, int64_t row, int lane) {
+    const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
+    DC_UNROLL
+    for (int k = 0; k < N; k++) {
+      const int64_t i = lane * V + k * ROW_SUMS;
+      if (i < a.cols) load_wide<typename T::stored, V>(raw[k], x + i);
+    }
+    if (!a.residual) return;
+    const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
+    typename T::stored *to = row_to<T>(a.sum, a.cols, row);
+    DC_UNROLL
+    for (int k = 0; k < N; k++) {
+      const int64_t i = lane * V + k * ROW_SUMS;
+      if (i >= a.cols) continue;
+      float s[V], r[V];
+      get<T, V, true>(r, residual, i, a.cols);
+      DC_UNROLL
+      for (int j = 0; j < V; j++) s[j] = __fadd_rn(T::up(raw[k][j]), r[j]);
+      down_all<T, V>(raw[k], s);
+      store_wide<typename T::stored, V>(to + i, raw[k]);
+    }
+  }
+  DC_GPU void total(float *sum, int64_t cols, int lane) const {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) sum[j] = 0.0f;
+    DC_UNROLL
+    for (int k = 0; k < N; k++) {
+      if (lane * V + k * ROW_SUMS >= cols) continue;
+      DC_UNROLL
+      for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], T::up(raw[k][j]));
+    }
+  }
+  DC_GPU void squares(float *sum, int64_t cols, int lane, float mean) const {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) sum[j] = 0.0f;
+    DC_UNROLL
+    for (int k = 0; k < N; k++) {
+      if (lane * V + k * ROW_SUMS >= cols) continue;
+      DC_UNROLL
+      for (int j = 0; j < V; j++) {
+        const float d = __fsub_rn(T::up(raw[k][j]), mean);
+        sum[j] = __fmaf_rn(d, d, sum[j]);
+      }
+    }
+  }
+  DC_GPU void out(const dc_norm_args &a, int64_t row, int lane, float mean, float rstd) const {
+    typename T::stored *y = row_to<T>(a.y, a.cols, row);
+    if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
+    if (lane == 0) a.rstd[row] = canonical(rstd);
+    DC_UNROLL
+    for (int k = 0; k < N; k++) {
+      const int64_t i = lane * V + k * ROW_SUMS;
+      if (i >= a.cols) continue;
+      float f[V];
+      DC_UNROLL
+      for (int j = 0; j < V; j++) f[j] = T::up(raw[k][j]);
+      norm_piece<V, true>(f, a, i, mean, rstd);
+      put<T, V, true>(y, i, a.cols, f);
+    }
+  }
+};
 
 // The mean and 1 / deviation of a row, and its elements from i on: what was normalised as h, dy as d.
 template <class T> struct GradRow {
@@ -356,11 +427,13 @@ DC_GPU void swiglu(const dc_swiglu_args &a, int64_t n, int64_t row, int64_t thre
     constexpr int W = decltype(width)::value;
     const Pack<stored, W> g = load<stored, W>(gate + i), u = load<stored, W>(up + i);
     Pack<stored, W> o;
+    float y[W];
     DC_UNROLL
     for (int j = 0; j < W; j++) {
       const float x = T::up(g.x[j]);
-      o.x[j] = T::down(__fmul_rn(__fmul_rn(x, logistic2(x).at), T::up(u.x[j])));
+      y[j] = __fmul_rn(__fmul_rn(x, logistic2(x).at), T::up(u.x[j]));
     }
+    down_all<T, W>(o.x, y);
     store<stored, W>(out + i, o);
   });
 }
@@ -375,13 +448,16 @@ DC_GPU void swiglu_grad(const dc_swiglu_grad_args &a, int64_t n, int64_t row, in
     constexpr int W = decltype(width)::value;
     const Pack<stored, W> g = load<stored, W>(gate + i), u = load<stored, W>(up + i), d = load<stored, W>(dout + i);
     Pack<stored, W> dg, du;
+    float to_gate[W], to_up[W];
     DC_UNROLL
     for (int j = 0; j < W; j++) {
       const float x = T::up(g.x[j]), at = T::up(d.x[j]);
       const Logistics s = logistic2(x);
-      du.x[j] = T::down(__fmul_rn(at, __fmul_rn(x, s.at)));
-      dg.x[j] = T::down(__fmul_rn(__fmul_rn(at, T::up(u.x[j])), silu_slope(x, s)));
+      to_up[j] = __fmul_rn(at, __fmul_rn(x, s.at));
+      to_gate[j] = __fmul_rn(__fmul_rn(at, T::up(u.x[j])), silu_slope(x, s));
     }
+    down_all<T, W>(du.x, to_up);
+    down_all<T, W>(dg.x, to_gate);
     store<stored, W>(dup + i, du);
     store<stored, W>(dgate + i, dg);
   });
@@ -398,8 +474,10 @@ DC_GPU void gelu(const dc_gelu_args &a, int64_t n, int64_t row, int64_t thread, 
     constexpr int W = decltype(width)::value;
     const Pack<stored, W> in = load<stored, W>(x + i);
     Pack<stored, W> o;
+    float y[W];
     DC_UNROLL
-    for (int j = 0; j < W; j++) o.x[j] = T::down(gelu_of(biased(T::up(in.x[j]), a.bias, a.bias_dtype, i + j), a.form));
+    for (int j = 0; j < W; j++) y[j] = gelu_of(biased(T::up(in.x[j]), a.bias, a.bias_dtype, i + j), a.form);
+    down_all<T, W>(o.x, y);
     store<stored, W>(out + i, o);
   });
 }
@@ -413,11 +491,13 @@ DC_GPU void gelu_grad(const dc_gelu_grad_args &a, int64_t n, int64_t row, int64_
     constexpr int W = decltype(width)::value;
     const Pack<stored, W> in = load<stored, W>(x + i), d = load<stored, W>(dout + i);
     Pack<stored, W> o;
+    float y[W];
     DC_UNROLL
     for (int j = 0; j < W; j++) {
       const float v = biased(T::up(in.x[j]), a.bias, a.bias_dtype, i + j);
-      o.x[j] = T::down(__fmul_rn(T::up(d.x[j]), gelu_slope_of(v, a.form)));
+      y[j] = __fmul_rn(T::up(d.x[j]), gelu_slope_of(v, a.form));
     }
+    down_all<T, W>(o.x, y);
     store<stored, W>(dx + i, o);
   });
 }

@@ -1,5 +1,5 @@
 // host_stand_in.h: the CUDA names that bodies.cuh uses, for a plain C++ compiler (tests only). Misaligned vector
-// accesses, which trap on a GPU, are counted.
+// accesses and stores to global memory that go to shared memory, which trap on a GPU, are counted.
 #ifndef DEEPC_CUDA_HOST_STAND_IN_H
 #define DEEPC_CUDA_HOST_STAND_IN_H
 
@@ -9,17 +9,23 @@
 #include "ref/scalar.h"
 
 namespace dc_gpu {
-inline long misaligned_accesses = 0;
+inline long misaligned_accesses = 0, misplaced_stores = 0;
+inline const char *shared_begin = nullptr, *shared_end = nullptr; // of the block of threads that runs
 inline void move_bytes(void *to, const void *from, const void *memory, size_t bytes) {
   misaligned_accesses += (uintptr_t)memory % bytes != 0;
   memcpy(to, from, bytes);
 }
+inline void store_global(void *to, const void *from, size_t bytes) {
+  const char *at = static_cast<char *>(to);
+  misplaced_stores += at >= shared_begin && at < shared_end;
+  move_bytes(to, from, to, bytes);
+}
 inline void load_bytes16(void *to, const void *from) { move_bytes(to, from, from, 16); }
-inline void store_bytes16(void *to, const void *from) { move_bytes(to, from, to, 16); }
+inline void store_bytes16(void *to, const void *from) { store_global(to, from, 16); }
 inline void load_bytes8(void *to, const void *from) { move_bytes(to, from, from, 8); }
-inline void store_bytes8(void *to, const void *from) { move_bytes(to, from, to, 8); }
+inline void store_bytes8(void *to, const void *from) { store_global(to, from, 8); }
 inline void load_bytes4(void *to, const void *from) { move_bytes(to, from, from, 4); }
-inline void store_bytes4(void *to, const void *from) { move_bytes(to, from, to, 4); }
+inline void store_bytes4(void *to, const void *from) { store_global(to, from, 4); }
 } // namespace dc_gpu
 
 // Not inlined, so that no compiler fuses two of them.

@@ -24,6 +24,17 @@ DC_GPU void block_sync(void) { __syncthreads(); }
 DC_GPU void warp_sync(void) { __syncwarp(); }
 DC_GPU float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 DC_GPU uint32_t from_lane(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+DC_GPU uint32_t ballot(bool yes) { return __ballot_sync(0xffffffffu, yes); } // bit l: what lane l says
+DC_GPU int bits_of(uint32_t mask) { return __popc(mask); }
+
+// 16 bytes from global to shared memory, zeros unless `there`: this thread has them after copies_wait.
+DC_GPU void copy_ahead16(void *to, const void *from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+               : "memory");
+}
+DC_GPU void copies_wait(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // c += a b
 template <class T> DC_GPU void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -52,19 +63,6 @@ template <bool TURNED> DC_GPU void load_matrices(uint32_t (&m)[4], const void *r
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(at)
                  : "memory");
-}
-
-// Two elements of T in a register, rounded to nearest even.
-template <class T> DC_GPU uint32_t pair_of(float low, float high);
-template <> DC_GPU uint32_t pair_of<BF16>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-template <> DC_GPU uint32_t pair_of<F16>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
 }
 
 // 2^x to 2^-22; 0 below -126.

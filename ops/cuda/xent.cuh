@@ -79,11 +79,13 @@ DC_GPU void xent_gradient(typename T::stored *x, int64_t n, const XentRow &row, 
   xent_each<T>(x, n, thread, threads, [=, &row](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
     Pack<typename T::stored, W> v = load<typename T::stored, W>(x + i);
+    float y[W];
     DC_UNROLL
     for (int j = 0; j < W; j++) {
       const float g = __fmaf_rn(exp_nonpos(__fsub_rn(T::up(v.x[j]), row.max)), row.factor, -row.spread);
-      v.x[j] = T::down(i + j == label ? __fsub_rn(g, row.label) : g);
+      y[j] = i + j == label ? __fsub_rn(g, row.label) : g;
     }
+    down_all<T, W>(v.x, y);
     store<typename T::stored, W>(x + i, v);
   });
 }

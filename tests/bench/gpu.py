@@ -7,7 +7,8 @@ machine in one run, in turn.
 adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
 loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
 ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
-attention  causal, of 4,096 tokens, and 10 % of the blocks of 64: torch's scaled_dot_product_attention, causal.
+attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and FlexAttention
+         of the same blocks, compiled.
 train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
 offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload.
 
@@ -164,29 +165,48 @@ def ops(args: argparse.Namespace) -> None:
 
 def attention(args: argparse.Namespace) -> None:
     import torch.nn.functional as F
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mine = require_deepc().core.ops
-    tokens, heads, dim, block = 4096, 16, 64, 64
-    for dtype in (torch.bfloat16, torch.float32):
+    mine, flex, block, share = require_deepc().core.ops, torch.compile(flex_attention), 128, 0.1
+    cases = [(torch.bfloat16, *sizes) for sizes in ((4, 4096, 64), (1, 16384, 64), (4, 4096, 128))]
+    for dtype, batch, tokens, dim in [*cases, (torch.float32, 4, 4096, 64)]:
         torch.manual_seed(0)
-        q, k, v = (torch.randn(4, heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-        layout = torch.rand(1, tokens // block, tokens // block, device="cuda") < 0.1
-        made = {
-            "torch SDPA, causal": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            "deepc, causal": lambda q=q, k=k, v=v: mine.attention(q, k, v, is_causal=True),
-            "deepc": lambda q=q, k=k, v=v, at=layout: mine.block_sparse_attention(q, k, v, at, block),  # 10 %
-        }
+        shape = (batch, 16, tokens, dim)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        layout = torch.rand(1, tokens // block, tokens // block, device="cuda") < share
 
-        def both(run, leaves=(q, k, v)):
+        def seen(b, h, i, j, at=layout[0]):
+            return at[i // block, j // block]
+
+        def run(call, leaves=(q, k, v)):
+            return lambda: call(*leaves)
+
+        of_blocks = f"{share:.0%} of the blocks"
+        made = {
+            "torch SDPA, causal": run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+            "torch SDPA": run(F.scaled_dot_product_attention),
+            "deepc, causal": run(lambda q, k, v: mine.attention(q, k, v, is_causal=True)),
+            "deepc, all": run(mine.attention),
+            "deepc": run(lambda q, k, v, at=layout: mine.block_sparse_attention(q, k, v, at, block)),
+        }
+        if dtype != torch.float32:
+            mask = create_block_mask(seen, None, None, tokens, tokens, device="cuda", BLOCK_SIZE=block)
+            made["FlexAttention"] = run(lambda q, k, v, m=mask: flex(q, k, v, block_mask=m))
+
+        def both(call, leaves=(q, k, v)):
             for x in leaves:
                 x.grad = None
-            run().sum().backward()
+            call().sum().backward()
 
-        figure = f"attention, {tokens} tokens, {str(dtype)[6:]}, deepc with 10 % of the blocks"
+        figure = f"attention, {batch} x 16 x {tokens} x {dim}, {str(dtype)[6:]}, deepc with {of_blocks}"
+        if "FlexAttention" in made:
+            figure += ", FlexAttention too"
         others = [n for n in made if n != "deepc"]
-        tell(f"{figure}, forward", queued(made, args.rounds), others)
-        again = {n: functools.partial(both, run) for n, run in made.items()}
-        tell(f"{figure}, forward and backward", queued(again, args.rounds), others)
+        tell(f"{figure}, forward", queued(made, args.rounds, 5), others)
+        again = {n: functools.partial(both, call) for n, call in made.items()}
+        tell(f"{figure}, forward and backward", queued(again, args.rounds, 5), others)
+        del made, again
+        free()
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

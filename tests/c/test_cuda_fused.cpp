@@ -43,7 +43,7 @@ struct Bytes {
   bool operator==(Bytes &o) { return size == o.size && memcmp(data(), o.data(), size) == 0; }
 };
 
-int wide_runs; // of norms, with loads of 16 bytes
+int wide_runs, held_runs; // of norms, with loads of 16 bytes; and with the row in registers
 
 // What norm_kernel and norm_grad_kernel do for all rows, and fold_kernel for all columns.
 template <class T, bool WIDE> void run_norm(const dc_norm_args &a) {
@@ -58,6 +58,21 @@ template <class T, bool WIDE> void run_norm(const dc_norm_args &a) {
     const float squares = sum_of_lanes<V, L, float>(
         [&](int lane, float *x) { norm_squares<T, WIDE>(x, from, a.cols, lane, m); });
     for (int lane = 0; lane < L; lane++) norm_out<T, WIDE>(a, from, row, lane, m, norm_rstd(squares, a.cols, a.eps));
+  }
+}
+
+// What norm_held_kernel does.
+template <class T, int N> void run_norm_held(const dc_norm_args &a) {
+  constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
+  for (int64_t row = 0; row < a.rows; row++) {
+    HeldRow<T, N> held[L];
+    float m = 0.0f;
+    for (int lane = 0; lane < L; lane++) held[lane].load(a, row, lane);
+    if (a.mean)
+      m = sum_of_lanes<V, L, float>([&](int lane, float *x) { held[lane].total(x, a.cols, lane); }) / (float)a.cols;
+    const float squares = sum_of_lanes<V, L, float>(
+        [&](int lane, float *x) { held[lane].squares(x, a.cols, lane, m); });
+    for (int lane = 0; lane < L; lane++) held[lane].out(a, row, lane, m, norm_rstd(squares, a.cols, a.eps));
   }
 }
 
@@ -120,6 +135,13 @@ TEST_F(CudaFused, NormAndItsGradient) {
           if (wide) run_norm<T, true>(a);
           else run_norm<T, false>(a);
           ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what;
+          if (wide && cols <= 8 * ROW_SUMS) {
+            for (Bytes *one : {&y2, &sum2, &mean2, &rstd2}) memset(one->data(), 0x5a, one->size);
+            if (k % 2) run_norm_held<T, 8>(a);
+            else run_norm_held<T, 16>(a);
+            ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what << ", held";
+            held_runs++;
+          }
 
           Bytes dy(make(dt, n, fill, 5)), dsum(make(dt, n, fill, 6)), dx(dt, n), dx2(dt, n), dw(wdt, cols),
               dw2(wdt, cols), db(wdt, cols), db2(wdt, cols);
@@ -144,6 +166,7 @@ TEST_F(CudaFused, NormAndItsGradient) {
         }
   });
   EXPECT_GT(wide_runs, 20);
+  EXPECT_GT(held_runs, 20);
 }
 
 // Every thread of `threads` over all rows, in vectors or not.

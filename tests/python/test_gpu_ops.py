@@ -350,7 +350,8 @@ def attention_results(device: str, dtype: torch.dtype, sizes: tuple[int, ...], o
         moved["groups"] = tuple(g.to(device) for g in options["groups"])
     bias = moved.get("bias")
     if bias is not None and bias.is_floating_point():
-        leaves.append(moved["bias"].requires_grad_())
+        moved["bias"] = bias.detach().requires_grad_()
+        leaves.append(moved["bias"])
     out = deepc.core.ops.block_sparse_attention(*leaves[:3], moved.pop("layout", None), moved.pop("block", 64), **moved)
     out.backward(dout)
     return [out.detach().cpu(), *(x.grad.cpu() for x in leaves)]
