@@ -48,6 +48,7 @@ DC_API int dc_cuda_dequantize_add(float *acc, const uint8_t *payload, int bits, 
                                   void *stream);
 DC_API int dc_cuda_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride,
                                  float factor, float *error, int64_t n, void *stream);
+DC_API int dc_cuda_rotate(float *x, int64_t n, void *stream);
 /* The ops of fused.h; workspaces are device memory. */
 DC_API int dc_cuda_norm(const dc_norm_args *args, void *stream);
 DC_API int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream);

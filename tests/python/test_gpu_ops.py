@@ -327,6 +327,16 @@ def test_average_of_signs(count):
         assert_same_bits(gpu_error, error, f"n={n} count={count}")
 
 
+def test_rotation():
+    sizes = [*range(41), 63, 64, 65, 127, 130, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 3 * 2048 + 1234, 1_000_003]
+    for n, shift, special in itertools.product(sizes, (0, 1, 2), (False, True)):
+        x = make(n, torch.float32, n, special, shift)
+        gpu = to_gpu(x)
+        torch.ops.deepc.rotate_blocks(x)
+        torch.ops.deepc.rotate_blocks(gpu)
+        assert_same_bits(gpu, x, f"n={n} shift={shift} special={special}")
+
+
 def test_topk_has_no_cuda_kernels():
     codec, x = TopK(), torch.zeros(64, device=DEVICE)
     payload = torch.zeros(codec.nbytes(64), dtype=torch.uint8, device=DEVICE)
