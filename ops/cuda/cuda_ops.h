@@ -37,6 +37,9 @@ DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int 
 DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
 /* All tensors of one call have rule DC_RULE_ADAMW, or none has. */
 DC_API int dc_cuda_step(const dc_step_args *tensors, int64_t count, void *stream);
+/* param_sums and update_sums are device memory as the other arrays. */
+DC_API int dc_cuda_lamb_moments(const dc_lamb_args *tensors, int64_t count, void *stream);
+DC_API int dc_cuda_lamb_apply(const dc_lamb_args *tensors, int64_t count, void *stream);
 /* Loss and gradient equal the CPU's up to rounding (the sums are in another order). A label outside [0, classes) that
  * is not ignore_index gives its row loss NaN and gradient 0: the host can't see it. */
 DC_API int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream);
