@@ -69,8 +69,8 @@ DC_GPU void rotate_pair(float &a, float &b) {
   a = __fadd_rn(low, b), b = __fsub_rn(low, b);
 }
 
-// A block of 2^log elements, ROTATE_ROUND * K at most. What is past its end is never beside what is before: both are at
-// distances below the length.
+// A block of 2^log elements, ROTATE_ROUND * K at most. Butterflies are of distances below its length, so none of its
+// elements meets what is past its end.
 template <int K, bool WIDE> DC_GPU void rotate_block(float *x, int log, float root, const RotateSigns &given) {
   const int lane = block_thread() % WARP, length = 1 << log;
   const float factor = rotate_factor(log, root);
