@@ -1,10 +1,9 @@
 /* lamb.c: dc_lamb_moments and dc_lamb_apply: they validate, count, and split all tensors over the threads as one line
  * of elements, cut at edges of blocks. */
 #include "call.h"
+#include "lamb_coef.h"
 
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum { LAMB_GRAIN = 8 * DC_BLOCK };
 
@@ -15,25 +14,12 @@ typedef struct lamb_job {
   int apply;
 } lamb_job;
 
-static dc__lamb_coef lamb_coef_of(const dc_lamb_args *t, int apply) {
-  const double bc1 = 1.0 - pow(t->beta1, (double)t->step), bc2 = 1.0 - pow(t->beta2, (double)t->step);
-  return (dc__lamb_coef){.grad_scale = (float)t->grad_scale,
-                         .one_minus_b1 = (float)(1.0 - t->beta1),
-                         .b2 = (float)t->beta2,
-                         .one_minus_b2 = (float)(1.0 - t->beta2),
-                         .inv_bc1 = (float)(1.0 / bc1),
-                         .inv_sqrt_bc2 = (float)(1.0 / sqrt(bc2)),
-                         .eps = (float)t->eps,
-                         .weight_decay = (float)t->weight_decay,
-                         .rate = apply ? (float)-(t->lr * t->trust) : 0.0f};
-}
-
 /* A tensor's place on the line: whole blocks of its numbers. */
 static int64_t lamb_line(const dc_lamb_args *t) { return dc_lamb_blocks(t->first, t->n) * DC_BLOCK; }
 
 /* The blocks [from, to) of a tensor. */
 static void lamb_blocks(const lamb_job *j, const dc_lamb_args *t, int64_t from, int64_t to) {
-  const dc__lamb_coef c = lamb_coef_of(t, j->apply);
+  const dc__lamb_coef c = dc__lamb_coef_of(t, j->apply);
   for (int64_t k = from; k < to; k++) {
     const int64_t edge = (t->first / DC_BLOCK + k) * DC_BLOCK - t->first;
     const int64_t begin = edge > 0 ? edge : 0, end = edge + DC_BLOCK < t->n ? edge + DC_BLOCK : t->n;

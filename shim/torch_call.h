@@ -30,7 +30,8 @@ extern dct_api dct__api;
       DCT_CUDA_OP(adamw) DCT_CUDA_OP(norm) DCT_CUDA_OP(norm_grad) DCT_CUDA_OP(swiglu) DCT_CUDA_OP(swiglu_grad) \
           DCT_CUDA_OP(gelu) DCT_CUDA_OP(gelu_grad) DCT_CUDA_OP(cross_entropy_rows) DCT_CUDA_OP(rotary)         \
               DCT_CUDA_OP(step) DCT_CUDA_OP(quantize) DCT_CUDA_OP(dequantize) DCT_CUDA_OP(dequantize_add)          \
-                  DCT_CUDA_OP(average_signs) DCT_CUDA_OP(attention) DCT_CUDA_OP(attention_grad)         \
+                  DCT_CUDA_OP(average_signs) DCT_CUDA_OP(rotate) DCT_CUDA_OP(attention)                                \
+                      DCT_CUDA_OP(attention_grad)                                                                      \
                       DCT_CUDA_OP(zero) DCT_CUDA_OP(last_error)
 /* clang-format on */
 typedef struct dct_cuda_ops {

@@ -414,8 +414,7 @@ static void op_rotate_blocks(dct_value *stack, uint64_t num_args, uint64_t num_o
   dct__begin(&c, "rotate_blocks");
   dct_view x;
   if (dct__look(&c, value_tensor(stack[0]), "x", &x) && dct__must_be_f32(&c, &x, "x")) {
-    if (c.cuda) dct__fail(&c, "'x' is on a CUDA device; the rotation has CPU kernels only: pass a CPU tensor");
-    else dct__status(&c, dc_rotate(x.ptr, x.n));
+    dct__status(&c, c.cuda ? c.cuda->rotate(x.ptr, x.n, c.stream) : dc_rotate(x.ptr, x.n));
   }
   dct__delete_tensors(stack, 1);
   dct__finish(&c, __FILE__, __LINE__);

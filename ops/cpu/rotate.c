@@ -12,8 +12,8 @@ DC_INLINE void rotate_signs(vi *signs, int64_t n) {
   const vi zero = vi_set1(0), step = vi_set1(LANES);
   vi at = vi_lanes();
   for (int64_t k = 0; k * LANES < n; k++, at = vi_add(at, step)) {
-    vi h = vi_mul(vi_xor3(at, vi_right(at, 16), zero), vi_set1((int)0x85ebca6bu));
-    h = vi_mul(vi_xor3(h, vi_right(h, 13), zero), vi_set1((int)0xc2b2ae35u));
+    vi h = vi_mul(vi_xor3(at, vi_right(at, DC__ROTATE_R0), zero), vi_set1((int)DC__ROTATE_M0));
+    h = vi_mul(vi_xor3(h, vi_right(h, DC__ROTATE_R1), zero), vi_set1((int)DC__ROTATE_M1));
     signs[k] = vi_and_or(h, INT32_MIN, 0);
   }
 }

@@ -25,6 +25,8 @@
 
 namespace dc_gpu {
 
+enum { WARP = 32 };
+
 // ---- memory: vectors of up to 16 bytes, one instruction each -------------------------------------------------------
 #if defined(__CUDACC__)
 // Stores go through __stwb (a plain store, written back): the compiler breaks up a store of a struct after arithmetic.

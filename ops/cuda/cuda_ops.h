@@ -37,6 +37,9 @@ DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int 
 DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
 /* All tensors of one call have rule DC_RULE_ADAMW, or none has. */
 DC_API int dc_cuda_step(const dc_step_args *tensors, int64_t count, void *stream);
+/* param_sums and update_sums are device memory as the other arrays. */
+DC_API int dc_cuda_lamb_moments(const dc_lamb_args *tensors, int64_t count, void *stream);
+DC_API int dc_cuda_lamb_apply(const dc_lamb_args *tensors, int64_t count, void *stream);
 /* Loss and gradient equal the CPU's up to rounding (the sums are in another order). A label outside [0, classes) that
  * is not ignore_index gives its row loss NaN and gradient 0: the host can't see it. */
 DC_API int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream);
@@ -48,6 +51,7 @@ DC_API int dc_cuda_dequantize_add(float *acc, const uint8_t *payload, int bits, 
                                   void *stream);
 DC_API int dc_cuda_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride,
                                  float factor, float *error, int64_t n, void *stream);
+DC_API int dc_cuda_rotate(float *x, int64_t n, void *stream);
 /* The ops of fused.h; workspaces are device memory. */
 DC_API int dc_cuda_norm(const dc_norm_args *args, void *stream);
 DC_API int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream);

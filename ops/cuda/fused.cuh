@@ -13,7 +13,7 @@
 
 namespace dc_gpu {
 
-enum { WARP = 32, CHUNK = 4096 };
+enum { CHUNK = 4096 };
 
 #if defined(__CUDACC__)
 static __device__ const float gelu_tail[6][16] = DC__GELU_TAIL, gelu_slope_tail[6][16] = DC__GELU_SLOPE_TAIL;

@@ -2,44 +2,9 @@
 // precision, partitions that must not change a bit, and what is refused.
 #include <cmath>
 
-#include "op_cases.h"
+#include "lamb_cases.h"
 
 namespace {
-
-struct Case {
-  int64_t n, first;
-  int param = DC_F32, grad = DC_F32, lowp = -1;
-};
-
-dc_lamb_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
-  dc_lamb_args t = {};
-  t.struct_size = sizeof t;
-  t.param = p[0], t.grad = p[1], t.exp_avg = (float *)p[2], t.exp_avg_sq = (float *)p[3];
-  t.lowp = c.lowp >= 0 ? p[4] : nullptr;
-  t.param_sums = (double *)p[5], t.update_sums = (double *)p[6];
-  t.n = c.n, t.first = c.first, t.step = 7;
-  t.lr = 0.02, t.beta1 = 0.9, t.beta2 = 0.99, t.eps = 1e-6, t.weight_decay = 0.01, t.grad_scale = 0.125, t.trust = 0.7;
-  t.param_dtype = c.param, t.grad_dtype = c.grad, t.lowp_dtype = c.lowp >= 0 ? c.lowp : 0;
-  return t;
-}
-
-std::vector<Array> arrays_of(const Case &c, Fill fill) {
-  std::vector<Array> a = {make(c.param, c.n, fill, 60),
-                          make(c.grad, c.n, fill, 61),
-                          make(DC_F32, c.n, fill, 62),
-                          make(DC_F32, c.n, fill, 63),
-                          make(c.lowp >= 0 ? c.lowp : 0, c.lowp >= 0 ? c.n : 0, kAnyBits, 64),
-                          doubles(dc_lamb_blocks(c.first, c.n)),
-                          doubles(dc_lamb_blocks(c.first, c.n))};
-  if (fill == kOrdinary)
-    for (size_t i = 3; i < a[3].bytes.size(); i += 4) a[3].bytes[i] &= 0x7f;
-  return a;
-}
-
-int both(const dc_lamb_args *t, int64_t count) {
-  const int rc = dc_lamb_moments(t, count);
-  return rc ? rc : dc_lamb_apply(t, count);
-}
 
 void everywhere(const Case &c, Fill fill) {
   same_everywhere(

@@ -49,12 +49,15 @@ def test_one_gpu_equals_the_cpu(stage, precision, offload):
 
 KINDS = ({"type": "Lion", "params": {"lr": 1e-3}}, {"type": "Adagrad", "params": {"lr": 1e-3}})
 KINDS += ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, {"type": "Muon", "params": {"lr": 1e-3}})
+KINDS += ({"type": "Lamb", "params": {"lr": 1e-3}},)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("optimizer", [*KINDS, torch.optim.Adamax], ids=["lion", "adagrad", "sgd", "muon", "torchs"])
+@pytest.mark.parametrize(
+    "optimizer", [*KINDS, torch.optim.Adamax], ids=["lion", "adagrad", "sgd", "muon", "lamb", "torchs"]
+)
 def test_every_kind_of_update_equals_the_cpus(optimizer, offload, precision, stage):
     want = on("cpu", stage, precision, optimizer=optimizer)
     got = on("cuda", stage, precision, offload, optimizer=optimizer)

@@ -327,6 +327,45 @@ def test_average_of_signs(count):
         assert_same_bits(gpu_error, error, f"n={n} count={count}")
 
 
+def test_rotation():
+    sizes = [*range(41), 63, 64, 65, 127, 130, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 3 * 2048 + 1234, 1_000_003]
+    for n, shift, special in itertools.product(sizes, (0, 1, 2), (False, True)):
+        x = make(n, torch.float32, n, special, shift)
+        gpu = to_gpu(x)
+        torch.ops.deepc.rotate_blocks(x)
+        torch.ops.deepc.rotate_blocks(gpu)
+        assert_same_bits(gpu, x, f"n={n} shift={shift} special={special}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("special", [False, True])
+def test_lamb(dtype, special):
+    from deepc.optim import Lamb
+
+    cpu = [torch.nn.Parameter(make(n, dtype, n, special=False, shift=n % 2)) for n in SIZES]
+    gpu = [torch.nn.Parameter(to_gpu(p.detach())) for p in cpu]
+    pairs = [Lamb(params, lr=0.01, weight_decay=0.1, eps=1e-6) for params in (cpu, gpu)]
+    for step in range(5):
+        for k, (p, q) in enumerate(zip(cpu, gpu)):
+            p.grad = make(p.numel(), dtype, 100 * step + k, special=special and step == 3)
+            q.grad = p.grad.to(DEVICE)
+        for opt in pairs:
+            opt.step()
+        assert pairs[1].get_lamb_coeffs() == pairs[0].get_lamb_coeffs()
+    for p, q in zip(cpu, gpu):
+        assert_same_bits(q.detach(), p.detach(), f"parameter of {p.numel()} elements")
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same_bits(pairs[1].state[q][name], pairs[0].state[p][name], f"{name} of {p.numel()} elements")
+
+
+def test_lamb_refuses_with_the_cuda_librarys_text():
+    from deepc.core.lib import LambArgs, call_cuda
+
+    args = LambArgs.array(1)
+    with pytest.raises(deepc.errors.ArgumentError, match="step = 0"):
+        call_cuda("dc_cuda_lamb_moments", args, 1, None)
+
+
 def test_topk_has_no_cuda_kernels():
     codec, x = TopK(), torch.zeros(64, device=DEVICE)
     payload = torch.zeros(codec.nbytes(64), dtype=torch.uint8, device=DEVICE)

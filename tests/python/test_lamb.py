@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from deepc.config import Config
+from deepc.core import lib
 from deepc.errors import ArgumentError, ConfigError, DiskFullError, UnsupportedError
 from deepc.optim.factory import check_format
 from ranks import run_ranks
@@ -112,8 +113,26 @@ def test_what_is_refused():
     raw = {"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {"max_coef": 2}}}
     with pytest.raises(ConfigError, match="Lamb has no such argument. Did you mean .*max_coeff"):
         Config.load(raw, world_size=1)
-    with pytest.raises(UnsupportedError, match="Lamb with ranks on cuda does not exist"):
-        check_format(deepc.optim.Lamb([torch.nn.Parameter(torch.zeros(2, 2))]), "cuda", False)
+    meta = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
+    meta.grad = torch.zeros_like(meta)
+    with pytest.raises(UnsupportedError, match="kernels for CPU and CUDA, and a parameter is on meta"):
+        deepc.optim.Lamb([meta]).step()
+    check_format(deepc.optim.Lamb(p), "cuda", False)
+
+
+def test_cuda_kernels_that_are_not_there(tmp_path, monkeypatch):
+    """Of a build without them, and of a library of another version."""
+    library = lib.library_dir() / "libdeepc.so"
+    monkeypatch.setenv("DEEPC_LIBRARY_DIR", str(tmp_path))
+    lib._cuda.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="no CUDA kernels .*libdeepc_cuda.so.* DEEPC_CUDA=ON"):
+            lib.call_cuda("dc_cuda_lamb_apply", lib.LambArgs.array(1), 0, None)
+        (tmp_path / "libdeepc_cuda.so").symlink_to(library)
+        with pytest.raises(UnsupportedError, match="lacks dc_cuda_last_error: .* Reinstall deepc-torch"):
+            lib.call_cuda("dc_cuda_lamb_apply", lib.LambArgs.array(1), 0, None)
+    finally:
+        lib._cuda.cache_clear()
 
 
 def test_deepspeeds_class():

@@ -1,10 +1,12 @@
 """The C core, libdeepc.so, as Python sees it: one ctypes handle, typed prototypes, statuses as exceptions.
 
-`C.dc_xxx(...)` calls return the raw status; `call("dc_xxx", ...)` raises. ctypes releases the GIL during calls."""
+`C.dc_xxx(...)` calls return the raw status; `call("dc_xxx", ...)` raises. ctypes releases the GIL during calls. Of
+libdeepc_cuda.so, which is opened when it is needed, `call_cuda` has what no operator of torch.ops.deepc does."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int16, c_int32, c_int64, c_size_t, c_uint32, c_void_p
@@ -751,8 +753,11 @@ _EXCEPTIONS = {
 def check(status: int) -> None:
     """Raises the exception of a negative status, with the C core's text of the failure."""
     if status:
-        name = C.dc_status_name(status).decode()
-        raise _EXCEPTIONS.get(name, errors.DeepcError)(C.dc_last_error().decode(errors="replace"))
+        raise _exception_of(status)(C.dc_last_error().decode(errors="replace"))
+
+
+def _exception_of(status: int) -> type[errors.DeepcError]:
+    return _EXCEPTIONS.get(C.dc_status_name(status).decode(), errors.DeepcError)
 
 
 def _statuses() -> dict[str, int]:
@@ -777,6 +782,44 @@ def without_place(text: str) -> str:
 def call(name: str, *args: Any) -> None:
     """Calls a function of the core that returns a status, and raises on failure."""
     check(getattr(C, name)(*args))
+
+
+# Of ops/cuda/cuda_ops.h; the last argument is a stream.
+_CUDA_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "dc_cuda_last_error": (c_char_p,),
+    "dc_cuda_lamb_moments": (c_int, _P(LambArgs), c_int64, c_void_p),
+    "dc_cuda_lamb_apply": (c_int, _P(LambArgs), c_int64, c_void_p),
+}
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    """libdeepc_cuda.so. UnsupportedError if this build has none, or one of another version."""
+    path = library_dir() / "libdeepc_cuda.so"
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as exc:
+        raise errors.UnsupportedError(
+            f"this build of deepc has no CUDA kernels ({exc}): install the wheel, or build with DEEPC_CUDA=ON where"
+            " nvcc is"
+        ) from exc
+    for name, (res, *args) in _CUDA_PROTOTYPES.items():
+        try:
+            fn = getattr(found, name)
+        except AttributeError as exc:
+            raise errors.UnsupportedError(
+                f"{path} lacks {name}: it is not the library of this package version. Reinstall deepc-torch, or build"
+                " both libraries together"
+            ) from exc
+        fn.restype, fn.argtypes = res, args
+    return found
+
+
+def call_cuda(name: str, *args: Any) -> None:
+    """Calls a function of libdeepc_cuda.so that returns a status, and raises on failure with that library's text."""
+    library = _cuda()
+    if status := getattr(library, name)(*args):
+        raise _exception_of(status)(library.dc_cuda_last_error().decode(errors="replace"))
 
 
 def counters() -> dict[str, int]:

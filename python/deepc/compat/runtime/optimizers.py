@@ -137,7 +137,7 @@ class FusedLion(Lion):
 
 
 class FusedLamb(Lamb):
-    """deepspeed.ops.lamb.FusedLamb, on the CPU. Moments are divided by their bias corrections before the norm is taken,
+    """deepspeed.ops.lamb.FusedLamb. Moments are divided by their bias corrections before the norm is taken,
     as in the paper; DeepSpeed corrects the step length."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...core.lib import C, LambArgs, check
+from ...core.lib import LambArgs, call, call_cuda
 from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
 from ..states.dense import Optimizer, check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
@@ -31,10 +31,19 @@ def set_scalars(a: Any, group: Mapping[str, Any], step: int, grad_scale: float) 
     a.grad_scale, a.step = -grad_scale if group.get("maximize") else grad_scale, step
 
 
+def run_pass(which: str, args: Any, count: int, device: torch.device) -> None:
+    """dc_lamb_moments ("moments") or dc_lamb_apply ("apply") of `count` tensors on `device`; of CUDA's, on the current
+    stream."""
+    if device.type == "cuda":
+        call_cuda(f"dc_cuda_lamb_{which}", args, count, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        call(f"dc_lamb_{which}", args, count)
+
+
 class LambStep:
     """One step of tensors of one param group, parameters or pieces of them: (parameter, gradient, exp_avg, exp_avg_sq),
-    flat, each with the number of its step. Its making has made the moments; squares: of each parameter and of its
-    step, from which the caller makes the ratios."""
+    flat and on one device, each with the number of its step. Its making has made the moments; squares: of each
+    parameter and of its step, from which the caller makes the ratios."""
 
     def __init__(
         self,
@@ -43,20 +52,23 @@ class LambStep:
         steps: Sequence[int],
         grad_scale: float,
     ) -> None:
-        self._args, self._items, sums = LambArgs.array(max(1, len(items))), items, []
-        for a, (p, g, m, v), step in zip(self._args, items, steps):
-            sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
+        self._args, self._items = LambArgs.array(max(1, len(items))), items
+        self._device = items[0][0].device if items else torch.device("cpu")
+        blocks = [blocks_of(0, p.numel()) for p, *_ in items]
+        sums = torch.empty(2, sum(blocks), dtype=torch.float64, device=self._device)
+        for a, (p, g, m, v), step, of_p, of_u in zip(self._args, items, steps, *(row.split(blocks) for row in sums)):
             a.param, a.grad, a.exp_avg, a.exp_avg_sq = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
-            a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
+            a.param_sums, a.update_sums = of_p.data_ptr(), of_u.data_ptr()
             a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
             set_scalars(a, group, step, grad_scale)
-        check(C.dc_lamb_moments(self._args, len(items)))
-        self.squares = [(sum_in_order(found[0]), sum_in_order(found[1])) for found in sums]
+        run_pass("moments", self._args, len(items), self._device)
+        param, update = ([sum_in_order(found) for found in row.split(blocks)] for row in sums.cpu())
+        self.squares = list(zip(param, update))
 
     def apply(self, ratios: Sequence[float]) -> None:
         for a, ratio in zip(self._args, ratios):
             a.trust = ratio
-        check(C.dc_lamb_apply(self._args, len(self._items)))
+        run_pass("apply", self._args, len(self._items), self._device)
 
 
 def step_lamb(
@@ -65,17 +77,23 @@ def step_lamb(
     steps: Sequence[int],
     grad_scale: float,
 ) -> list[float]:
-    """One step of whole parameters of one param group (see LambStep). Returns their ratios."""
-    step = LambStep(items, group, steps, grad_scale)
-    ratios = [trust_ratio(*squares, group) for squares in step.squares]
-    step.apply(ratios)
+    """One step of whole parameters of one param group (see LambStep), on one device or several. Returns their
+    ratios."""
+    ratios = [1.0] * len(items)
+    for device in dict.fromkeys(p.device for p, *_ in items):
+        here = [k for k, (p, *_) in enumerate(items) if p.device == device]
+        step = LambStep([items[k] for k in here], group, [steps[k] for k in here], grad_scale)
+        found = [trust_ratio(*squares, group) for squares in step.squares]
+        step.apply(found)
+        for k, ratio in zip(here, found):
+            ratios[k] = ratio
     return ratios
 
 
 class Lamb(Optimizer):
     """param_groups as AdamW's with `max_coeff` and `min_coeff`, the bounds of the ratio (DeepSpeed's FusedLamb); state
     `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
-    whose norm is taken, as in the paper. CPU; one pass makes moments and norms, a second one the step."""
+    whose norm is taken, as in the paper. CPU and CUDA; one pass makes moments and norms, a second one the step."""
 
     _coefficients: list[float]  # from the first step on
 
@@ -140,8 +158,11 @@ class Lamb(Optimizer):
                 if p.grad is None:
                     continue
                 check_tensor(p, "Lamb", "torch.optim.SparseAdam")
-                if p.device.type != "cpu":
-                    raise UnsupportedError(f"Lamb runs on the CPU only, and a parameter is on {p.device}")
+                if p.device.type not in ("cpu", "cuda"):
+                    raise UnsupportedError(
+                        f"Lamb has kernels for CPU and CUDA, and a parameter is on {p.device}; move the model to one of"
+                        " them"
+                    )
                 state = self._state_of(p)
                 state["step"] += 1
                 if p.dtype == torch.float64:

@@ -41,9 +41,11 @@ class Norms:
         mine: int,
         gather: Callable[[torch.Tensor], torch.Tensor] | None,
         all_parameters: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """ranks: the stretches of each. gather: all ranks' rows of one rank's [n]; None: this rank has everything.
-        all_parameters: the norms are wanted of those too of which this rank has nothing."""
+        all_parameters: the norms are wanted of those too of which this rank has nothing. device: where the core makes
+        the sums of blocks; None: on the CPU."""
         self._gather = gather
         self._at: dict[tuple[int, Stretch], int] = {}
         sizes = []
@@ -54,7 +56,7 @@ class Norms:
                 at += blocks_of(s.first, s.length)
             sizes.append(at)
         self._size = max(sizes, default=0)
-        self.sums = torch.zeros(2, self._size, dtype=torch.float64)
+        self.sums = torch.zeros(2, self._size, dtype=torch.float64, device=device)
         self._mine = mine
         needed = {s.param for of in (ranks if all_parameters else [ranks[mine]]) for s in of}
         self._places: dict[int, list[tuple[int, int, int]]] = {p: [] for p in needed}
@@ -69,7 +71,7 @@ class Norms:
     def squares(self) -> dict[int, tuple[float, float]]:
         """parameter -> (its square, the update's). Collective."""
         gathered = self.sums.view(1, -1) if self._gather is None else self._gather(self.sums.view(-1))
-        rows = gathered.view(-1, 2, self._size)
+        rows = gathered.cpu().view(-1, 2, self._size)
         found = {}
         for param, places in self._places.items():
             rank_of = (lambda rank: rank) if self._gather is not None else (lambda rank: 0)

@@ -233,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._across is not None:
             self._across.leave_out(self._left_out)
             return
-        if self._core.kind == LAMB and st.state_device.type == "cpu":
+        if self._core.kind == LAMB:
             self._ratios = RatioUpdate(
                 st, self.param_groups, self._group_of, self.states, self._left_out, self._sharers
             )
@@ -363,7 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self._unfinished_at(grad_scale):
                 self._across.update(grad_scale, self._steps)
             self._to_device()
-        elif self._state.state_device.type == "cpu":
+        elif self._ratios is not None or self._state.state_device.type == "cpu":
             self._update_host(grad_scale)
         else:
             self._update_device(grad_scale)

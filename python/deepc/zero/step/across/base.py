@@ -27,7 +27,7 @@ class ShareNorms(Norms):
         ranks = [plan.segments] if alone else [layout.segments(state.group.part_of(r)) for r in range(plan.world)]
         stretches = [[stretch_of(layout, s) for s in one] for one in ranks]
         gather = None if alone else state.group.gather_all
-        super().__init__(stretches, 0 if alone else plan.rank, gather, sharers is not None)
+        super().__init__(stretches, 0 if alone else plan.rank, gather, sharers is not None, state.state_device)
         self._sharers = sharers
 
     def squares(self) -> dict[int, tuple[float, float]]:

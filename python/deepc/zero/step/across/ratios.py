@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ....core.lib import C, LambArgs, check
+from ....core.lib import LambArgs
 from ....core.ops import code, torch_dtype
 from ....errors import DiskError
-from ....optim.kinds.lamb import set_scalars, trust_ratio
+from ....optim.kinds.lamb import run_pass, set_scalars, trust_ratio
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
 from ...tiers.windows import Array
@@ -102,10 +102,10 @@ class RatioUpdate:
         if self._passes.in_memory:
             self._squares = None
             self._scale(self._args, self._parts, grad_scale, step)
-            check(C.dc_lamb_moments(self._args, len(self._parts)))
+            run_pass("moments", self._args, len(self._parts), self._state.state_device)
             self._squares = self.norms.squares()
             self._scale(self._args, self._parts, grad_scale, step)
-            check(C.dc_lamb_apply(self._args, len(self._parts)))
+            run_pass("apply", self._args, len(self._parts), self._state.state_device)
         else:
             self._update_cells(grad_scale, step)
         self.forget()
@@ -118,7 +118,7 @@ class RatioUpdate:
             parts = self._within(begin, end)
             args = self._aimed(parts, self._places(cell))
             self._scale(args, parts, grad_scale, step)
-            check((C.dc_lamb_moments if self._squares is None else C.dc_lamb_apply)(args, len(parts)))
+            run_pass("moments" if self._squares is None else "apply", args, len(parts), self._state.state_device)
 
         if self._squares is None:
             failure: DiskError | None = None
