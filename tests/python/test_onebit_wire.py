@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepc.compress import OneBitAllReduce
 from deepc.comm.internode.compressed import carrier_of, takes
+from deepc.compress import OneBitAllReduce
 from deepc.errors import ArgumentError, MismatchError
 from ranks import on_nodes, placed, run_ranks
 
