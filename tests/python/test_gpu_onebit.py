@@ -274,11 +274,50 @@ def test_one_rank_at_stages_1_and_2_equals_the_cpus(stage):
         assert math.isclose(a, b, rel_tol=3e-2)
 
 
-def _engine(device, name, stage, seed=0):
+def engines(rank, world, name, folder):
+    """Losses on the GPU as on the CPU; what a rank owes goes from the one to the other."""
+    import tiny
+
+    losses, options = {}, dict(max_update=1.0, hierarchical=False)
+    for device in ("cpu", "cuda"):
+        engine = _engine(device, name, 0, micro=4, **options)
+        losses[device] = []
+        for step in range(8):
+            x, y = (t[rank * 4 : rank * 4 + 4].to(engine.device) for t in tiny.make_batch(step))
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses[device].append(loss.item())
+        assert engine.optimizer.base.method.exchange.sent_bytes > 0
+        weights = {n: engine.full_fp32_param(p).cpu() for n, p in engine.module.named_parameters()}
+        owed = {k: t.cpu().clone() for k, t in engine.optimizer.base.method.errors().items()}
+        engine.save_checkpoint(os.path.join(folder, device))
+        engine.destroy()
+    again = _engine("cpu", name, 0, seed=1, micro=4, **options)
+    again.load_checkpoint(os.path.join(folder, "cuda"))
+    for n, p in again.module.named_parameters():
+        assert torch.equal(again.full_fp32_param(p), weights[n])
+    assert owed and all(torch.equal(t, owed[k]) for k, t in again.optimizer.base.method.errors().items())
+    again.destroy()
+    return losses, weights
+
+
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_two_ranks_of_an_engine_equal_the_cpus(name, tmp_path):
+    """Over Gloo, which takes ranks that share a GPU."""
+    found = ranks_here(engines, 2, name, str(tmp_path), backend="gloo")
+    for losses, _ in found:
+        for a, b in zip(losses["cpu"], losses["cuda"]):
+            assert math.isclose(a, b, rel_tol=3e-2)
+    (_, one), (_, other) = found
+    assert all(torch.equal(w, other[n]) for n, w in one.items())
+
+
+def _engine(device, name, stage, seed=0, micro=8, **more):
     import deepc
     import tiny
 
-    cfg = tiny.config(stage, micro=8, precision="bf16", optimizer=_optimizer(name))
+    cfg = tiny.config(stage, micro=micro, precision="bf16", optimizer=_optimizer(name, **more))
     return deepc.initialize(model=tiny.make_model(seed), config=cfg, device=device)[0]
 
 
