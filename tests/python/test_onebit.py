@@ -609,6 +609,16 @@ def test_what_does_not_exist_says_so(more, says):
         assert part in text, text
 
 
+def test_parameters_on_other_devices_are_refused():
+    from deepc.errors import ArgumentError, UnsupportedError
+
+    here, there = (torch.nn.Parameter(torch.ones(4, device=d)) for d in ("cpu", "meta"))
+    with pytest.raises(ArgumentError, match="one parameter is on cpu, another on meta"):
+        make("OneBitAdam", [here, there]).step()
+    with pytest.raises(UnsupportedError, match="the parameters are on meta"):
+        make("OneBitAdam", [there]).step()
+
+
 @pytest.mark.parametrize("name", list(EXTRA))
 def test_an_empty_parameter_changes_nothing(name):
     found = []

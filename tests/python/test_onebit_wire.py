@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepc.comm.internode.compressed import carrier_of, takes
 from deepc.compress import OneBitAllReduce
 from deepc.errors import ArgumentError, MismatchError
-from ranks import on_nodes, run_ranks
+from ranks import on_nodes, placed, run_ranks
 
 BLOCK, STEPS = 64, 4
 
@@ -198,6 +199,72 @@ def uneven_nodes_and_kinds(rank, world):
 
 def test_uneven_nodes_dtypes_and_bad_input():
     run_ranks(uneven_nodes_and_kinds, 4)
+
+
+# ---- beside a GPU: what is carried lies apart from the working buffers -----------------------------------------------
+class Apart(OneBitAllReduce):
+    """On the CPU, with the copies that a GPU needs."""
+
+    _copies = True
+
+
+def _both(n, rank, dtype, **options):
+    """Three calls of both kinds: equal bits of x and of errors, and as many bytes."""
+    one, other = OneBitAllReduce(n, **options), Apart(n, **options)
+    for step in range(3):
+        if step == 2:  # a state of one goes into the other
+            other.load_state_dict(one.state_dict())
+        x = torch.from_numpy(make(n, step, rank)).to(dtype)
+        y = x.clone()
+        assert one.all_reduce_(x) == other.all_reduce_(y)
+        assert torch.equal(x, y)
+        assert all(torch.equal(e, other.errors[k]) for k, e in one.errors.items())
+    assert torch.equal(one.owed(), other.owed())
+    return other
+
+
+def staged(rank, world, nodes, hierarchical):
+    with placed(rank, nodes):
+        for n, chunk in ((1, 128), (65, 128), (1000, 384), (4096, 1024)):
+            for dtype in (torch.float32, torch.bfloat16):
+                mask = torch.arange(n) % 5 != 2
+                _both(n, rank, dtype, block=BLOCK, chunk=chunk, hierarchical=hierarchical)
+                wire = _both(n, rank, dtype, block=BLOCK, chunk=chunk, hierarchical=hierarchical, mask=mask)
+        names = {what for what, host, _ in wire._buffers if host}
+        assert {"send", "got", "mine", "rows"} <= names or not wire._carries
+        assert ("wide" in names) == (hierarchical and len(set(nodes)) < world)
+
+
+@pytest.mark.parametrize(
+    "nodes, hierarchical",
+    [("00", False), ("000", False), ("00", True), ("01", True), ("001", True), ("012", True), ("0011", True)],
+)
+def test_copies_beside_a_gpu_change_no_bit(nodes, hierarchical):
+    run_ranks(staged, len(nodes), args=(nodes, hierarchical))
+
+
+def test_one_process_copies_nothing():
+    assert not [key for key in _both(1000, 0, torch.float32, block=BLOCK, chunk=192)._buffers if key[1]]
+
+
+def test_what_a_group_takes_goes_by_its_backends(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    for backends, carrier, on_gpus in (
+        ("cuda:nccl", gpu, True),
+        ("cpu:gloo,cuda:nccl", cpu, True),
+        ("cpu:deepc,cuda:deepc", cpu, True),
+        ("cpu:gloo", cpu, False),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, said=backends: said)
+        assert carrier_of(None, gpu) == carrier and takes(None, gpu) == on_gpus
+
+
+def test_tensors_on_another_device_are_refused():
+    wire = OneBitAllReduce(3)
+    with pytest.raises(ArgumentError, match=r"on meta; expected 3 elements .* on cpu"):
+        wire.all_reduce_(torch.zeros(3, device="meta"))
+    with pytest.raises(ArgumentError, match="on meta"):
+        OneBitAllReduce(3, device="meta")
 
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------

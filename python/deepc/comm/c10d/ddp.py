@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional, cast  # noqa: F401
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, UnsupportedError
 from ..internode.compressed import OneBitAllReduce
 from .compressed import Codec, ErrorFeedback, OneBit, Traffic, all_reduce  # noqa: F401
 
@@ -35,7 +35,8 @@ class HookState:
     don't carry (8 and 4 bits only: the others would not converge). overlap: buckets are compressed and sent by a thread
     with a process group of its own, in the order in which DDP hands them over, while autograd computes; pays where a
     core is free for it. Without it the hook returns when the bucket is done. hierarchical: OneBit with error feedback
-    only: buckets are averaged by a OneBitAllReduce, exactly inside a node and with 1 bit an element between nodes."""
+    only: buckets are averaged by a OneBitAllReduce, exactly inside a node and with 1 bit an element between nodes; its
+    buckets may be on a GPU, without overlap."""
 
     def __init__(
         self,
@@ -107,10 +108,12 @@ class HookState:
     def _make_feedback(self, parameters: list[torch.Tensor]) -> ErrorFeedback | OneBitAllReduce:
         owed, worker = [self._owed.pop(p, None) for p in parameters], None
         n = sum(p.numel() for p in parameters)
+        device = parameters[0].device
         if any(e is not None for e in owed):
-            worker = torch.cat([torch.zeros(p.numel()) if e is None else e.view(-1) for p, e in zip(parameters, owed)])
+            parts = [torch.zeros(p.numel()) if e is None else e.view(-1) for p, e in zip(parameters, owed)]
+            worker = torch.cat([part.to(device) for part in parts])
         if self.hierarchical:
-            wire = OneBitAllReduce(n, self.group, block=cast(OneBit, self.codec).block)
+            wire = OneBitAllReduce(n, self.group, block=cast(OneBit, self.codec).block, device=device)
             if worker is not None:
                 self._due[wire] = worker
             return wire
@@ -177,9 +180,13 @@ def _plain(name: str) -> str:
 
 def compress_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the bucket's gradients averaged over the ranks in compressed form. bucket:
-    dist.GradBucket of fp32, bf16 or fp16 gradients on the CPU. Returns a Future of its buffer, averaged in place."""
-    flat, feedback = bucket.buffer(), state._feedback(bucket)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    dist.GradBucket of fp32, bf16 or fp16 gradients on the CPU, or with `hierarchical` on a GPU. Returns a Future of its
+    buffer, averaged in place; what waits for it on a GPU follows in its stream."""
+    flat = bucket.buffer()
+    if state._thread and not flat.is_cpu:
+        raise UnsupportedError(f"overlap=True of a compressed bucket on {flat.device} does not exist; leave it out")
+    feedback = state._feedback(bucket)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[] if flat.is_cpu else [flat.device])
     if state._thread:
         state._thread.submit(state._answer, future, flat, feedback)
     else:

@@ -15,7 +15,10 @@ rank a worker, as in the paper and in DeepSpeed. One worker alone compresses too
 not change its character with the number of nodes.
 
 x is cut into chunks, each a compressed all-reduce of its own: chunk t is packed while t - 1 is on its way to the
-servers and t - 2 on its way back."""
+servers and t - 2 on its way back.
+
+On a GPU x, the errors and all packing stay there, with the bits of the CPU: what crosses to the host and back are
+payloads, and where a node has several ranks the fp32 numbers that they average."""
 
 from __future__ import annotations
 
@@ -94,6 +97,8 @@ class _Chunk(NamedTuple):
 class _Nobody:
     """One worker: what it sends is what it gets."""
 
+    on_host = False  # whether it carries the host's memory alone
+
     def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
         out.copy_(send)
         return _nothing
@@ -104,8 +109,9 @@ class _Nobody:
 class _Ranks:
     """Every rank a worker: the collectives of a torch.distributed group."""
 
-    def __init__(self, group: Group, rank: int, world: int) -> None:
+    def __init__(self, group: Group, rank: int, world: int, device: torch.device) -> None:
         self._group, self._rank, self._world = group, rank, world
+        self.on_host = carrier_of(group, device).type == "cpu"
 
     def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
         with self._errors():
@@ -129,6 +135,7 @@ class _Ranks:
 class _OverLink:
     """Messages to this rank's counterparts on the other nodes."""
 
+    on_host = True
     link: Link
 
     def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
@@ -190,6 +197,18 @@ def _nodes_of(group: Group, timeout: datetime.timedelta) -> _Nodes:
     return found
 
 
+def takes(group: Group, device: torch.device) -> bool:
+    """Whether the group's collectives take tensors on such a device."""
+    return device.type in {part.split(":")[0] for part in dist.get_backend_config(group).split(",")}
+
+
+def carrier_of(group: Group, device: torch.device) -> torch.device:
+    """Where the group's collectives get what is on `device`: in the host's memory, if they take that (Gloo, "deepc", a
+    backend for each device), else where it is (NCCL alone)."""
+    host = torch.device("cpu")
+    return host if takes(group, host) else device
+
+
 def grid_of(group: Group, hierarchical: bool, timeout: datetime.timedelta | None = None) -> tuple[int, int, int, bool]:
     """(workers, this rank's, columns, whether this rank carries one) of a OneBitAllReduce over a group of several
     ranks. Collective."""
@@ -204,9 +223,9 @@ class OneBitAllReduce:
     """Averages of tensors of `numel` elements over a group, 1 bit an element across. See the module.
 
     Owns the errors: worker, fp32 [the elements that this rank packs], and server, fp32 [the elements whose server it
-    is]; both begin as zeros. sent_bytes: put on the wire by this rank so far; dense_bytes: what an uncompressed fp32
-    all-reduce between the same workers would have put there. One call at a time, in one order on all ranks; not from
-    two threads."""
+    is]; both lie on `device` and begin as zeros. sent_bytes: put on the wire by this rank so far; dense_bytes: what an
+    uncompressed fp32 all-reduce between the same workers would have put there. One call at a time, in one order on all
+    ranks; not from two threads."""
 
     def __init__(
         self,
@@ -218,14 +237,16 @@ class OneBitAllReduce:
         mask: torch.Tensor | None = None,
         chunk: int = CHUNK,
         timeout: datetime.timedelta | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Collective over `group`, any torch.distributed group of CPU tensors (None: the default one, or this process
-        alone where there is none).
+        """Collective over `group`, any torch.distributed group of CPU tensors or of those of `device` (None: the
+        default one, or this process alone where there is none).
 
         block: elements of a scale, a multiple of 64 up to 2^20. hierarchical: a node is a worker; False: a rank is.
         mask [numel]: where it is 0 the result is 0, and nothing is owed (the momentum masks of DeepSpeed, for
         parameters whose gradient is always 0: 1 bit can't say 0). chunk: elements of a round, at least 64 per rank;
-        part of the result. timeout: of waits between nodes; default torch.distributed's.
+        part of the result. timeout: of waits between nodes; default torch.distributed's. device: of the tensors, the
+        CPU or a GPU of CUDA.
 
         MismatchError on every rank where ranks pass different sizes, blocks, chunks or masks."""
         self.numel, self.codec, self.chunk, self.hierarchical = int(numel), OneBit(block), int(chunk), hierarchical
@@ -233,6 +254,9 @@ class OneBitAllReduce:
             raise ArgumentError(f"numel={numel}: it is a number of elements")
         if self.chunk < block or self.chunk % block:
             raise ArgumentError(f"chunk={chunk}: it must be a multiple of the block of {block}")
+        self.device = torch.empty(0, device=device).device  # with its index
+        if self.device.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"OneBitAllReduce on {self.device}: tensors are on the CPU or on a GPU of CUDA")
         self._alone = not dist.is_initialized()
         self._rank, self._world = (0, 1) if self._alone else (dist.get_rank(group), dist.get_world_size(group))
         if self._rank < 0:
@@ -249,37 +273,46 @@ class OneBitAllReduce:
             if self.workers > 1:
                 self._wire = nodes
         elif self._world > 1:
-            self._wire, self.workers, self._worker = _Ranks(group, self._rank, self._world), self._world, self._rank
+            self._wire = _Ranks(group, self._rank, self._world, self.device)
+            self.workers, self._worker = self._world, self._rank
         self._lay_out()
+
+    @property
+    def _copies(self) -> bool:
+        """Whether the host's memory is another than that of the tensors."""
+        return self.device.type != "cpu"
 
     def _lay_out(self) -> None:
         """The rest of the constructor."""
         self._carries = self._column < self._columns  # others of this node take part in its average only
+        self._apart = self._copies and (self._wire.on_host or self._node is not None)
         self._chunks = self._cut()
+        last = self._chunks[-1] if self._chunks else None
         self._errors = {
-            "worker": torch.zeros(self._chunks[-1].worker.slice.stop if self._chunks else 0),
-            "server": torch.zeros(self._chunks[-1].server.slice.stop if self._chunks else 0),
+            "worker": torch.zeros(last.worker.slice.stop if last else 0, device=self.device),
+            "server": torch.zeros(last.server.slice.stop if last else 0, device=self.device),
         }
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, bool, int], torch.Tensor] = {}
         self.sent_bytes = self.dense_bytes = 0
 
     # ---- making it ---------------------------------------------------------------------------------------------------
     def _inverted(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         if mask is None:
             return None
-        if mask.numel() != self.numel or not mask.is_cpu:
-            raise ArgumentError(
-                f"mask has {mask.numel()} elements on {mask.device}; expected {self.numel} on the CPU, one each"
-            )
-        return mask.detach().reshape(-1) == 0
+        if mask.numel() != self.numel:
+            raise ArgumentError(f"mask has {mask.numel()} elements; expected {self.numel}, one each")
+        return (mask.detach().reshape(-1) == 0).to(self.device)
 
     def _agree(self, group: Group) -> None:
         """MismatchError on all ranks if their arguments differ."""
         if self._world == 1:
             return
-        holes = 0 if self._holes is None else 1 + zlib.crc32(self._holes.numpy().tobytes())
+        holes = 0 if self._holes is None else 1 + zlib.crc32(self._holes.cpu().numpy().tobytes())
         names = ("numel", "block", "chunk", "hierarchical", "mask")
-        mine = torch.tensor([self.numel, self.codec.block, self.chunk, int(self.hierarchical), holes])
+        mine = torch.tensor(
+            [self.numel, self.codec.block, self.chunk, int(self.hierarchical), holes],
+            device=carrier_of(group, self.device),
+        )
         rows = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(rows, mine, group=group)
         for i, name in enumerate(names):
@@ -305,7 +338,7 @@ class OneBitAllReduce:
 
     # ---- the call ----------------------------------------------------------------------------------------------------
     def all_reduce_(self, x: torch.Tensor) -> int:
-        """x (contiguous, numel elements, fp32, bf16 or fp16 on the CPU) = its compressed average over the workers, in
+        """x (contiguous, numel elements, fp32, bf16 or fp16 on `device`) = its compressed average over the workers, in
         place, with equal bits on all ranks of one dtype. Sums are made in fp32, in worker order. A NaN or an infinity
         makes its block arrive as NaN everywhere and leaves the errors of the block as they were. Returns the bytes that
         this rank put on the wire. Collective.
@@ -328,7 +361,8 @@ class OneBitAllReduce:
         return self.sent_bytes - before
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or not x.is_cpu or x.numel() != self.numel:
+        fits = isinstance(x, torch.Tensor) and x.dtype in _FLOATS and x.device == self.device
+        if not fits or x.numel() != self.numel:
             what = (
                 f"{x.numel()} elements of {x.dtype} on {x.device}"
                 if isinstance(x, torch.Tensor)
@@ -336,7 +370,7 @@ class OneBitAllReduce:
             )
             raise ArgumentError(
                 f"1-bit all_reduce of {what}; expected {self.numel} elements of torch.float32, torch.bfloat16 or"
-                " torch.float16 on the CPU"
+                f" torch.float16 on {self.device}"
             )
         if not x.is_contiguous():
             raise ArgumentError(f"1-bit all_reduce of a tensor of shape {tuple(x.shape)} that is not contiguous")
@@ -347,13 +381,30 @@ class OneBitAllReduce:
             return contextlib.nullcontext()
         return self._node.link.errors(f"a 1-bit all_reduce of {self.numel} elements")
 
-    def _buffer(self, what: str, t: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """[numel], the same every _AHEAD chunks."""
-        key = (what, t % _AHEAD)
+    def _buffer(
+        self, what: str, t: int, numel: int, dtype: torch.dtype = torch.uint8, host: bool = False
+    ) -> torch.Tensor:
+        """[numel] on the device, the same every _AHEAD chunks. host: in the host's memory, locked where a device copies
+        from it, if what is carried lies apart; else the same as without."""
+        key = (what, host and self._apart, t % _AHEAD)
         found = self._buffers.get(key)
         if found is None or found.numel() < numel or found.dtype != dtype:
-            found = self._buffers[key] = torch.zeros(numel, dtype=dtype)
+            device = torch.device("cpu") if key[1] else self.device
+            locked = key[1] and self.device.type == "cuda"
+            found = self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device, pin_memory=locked)
         return found[:numel]
+
+    def _outside(self, what: str, t: int, mine: torch.Tensor) -> torch.Tensor:
+        """What is carried in the place of a working buffer, which has what was carried once `_come` has taken it."""
+        return self._buffer(what, t, mine.numel(), mine.dtype, host=True) if self._apart else mine
+
+    def _gone(self, what: str, t: int, mine: torch.Tensor) -> torch.Tensor:
+        """What is carried, with the values of a working buffer."""
+        return self._outside(what, t, mine).copy_(mine) if self._apart else mine
+
+    def _come(self, what: str, t: int, mine: torch.Tensor) -> torch.Tensor:
+        """A working buffer, with what was carried in its place."""
+        return mine.copy_(self._outside(what, t, mine)) if self._apart else mine
 
     def _payload(self, layout: Layout) -> int:
         """Bytes of a slice on the wire."""
@@ -377,7 +428,7 @@ class OneBitAllReduce:
         self._punch(error[chunk.worker.slice], chunk.at.begin + begin)
         self.sent_bytes += (self.workers - 1) * size
         self.dense_bytes += 2 * (self.workers - 1) * min(layout.size, layout.length) * 4
-        return self._wire.exchange(got.view(-1), send.view(-1))
+        return self._wire.exchange(self._outside("got", t, got.view(-1)), self._gone("send", t, send.view(-1)))
 
     def _inside(self, t: int, x: torch.Tensor) -> torch.Tensor:
         """What this rank's worker brings of its column: of a chunk x, holes punched. x itself where a worker is one
@@ -390,18 +441,22 @@ class OneBitAllReduce:
         else:
             local, even = node.comm.size, node.topology.even
             op, whole = ("avg", x) if even else ("sum", x)
-            if x.dtype != torch.float32:
+            if self._apart:
+                whole = self._buffer("wide", t, x.numel(), torch.float32, host=True).copy_(x)
+            elif x.dtype != torch.float32:
                 whole = self._buffer("wide", t, x.numel(), torch.float32)
                 torch.ops.deepc.cast_tensor(x, whole, 1.0)
             if even and x.numel() == chunk.layout.columns * chunk.layout.column(0).length:
-                part = self._buffer("part", t, x.numel() // local, torch.float32)
+                part = self._buffer("part", t, x.numel() // local, torch.float32, host=True)
                 node.comm.reduce_scatter(part, whole, op)
             else:
-                total = self._buffer("total", t, x.numel(), torch.float32)
+                total = self._buffer("total", t, x.numel(), torch.float32, host=True)
                 node.comm.all_reduce(whole, op, out=total)
                 part = total[span.slice]
             if not even:  # the average over ranks as one over nodes
                 part.mul_(node.topology.count / node.topology.size)
+            if self._apart:
+                part = self._buffer("column", t, part.numel(), torch.float32).copy_(part)
         self._punch(part, chunk.at.begin + span.begin)
         return part
 
@@ -412,7 +467,7 @@ class OneBitAllReduce:
             return _nothing
         chunk = self._chunks[t]
         layout, size, error = chunk.layout, self._payload(chunk.layout), self._errors["server"][chunk.server.slice]
-        got = self._buffer("got", t, self.workers * size).view(self.workers, -1)
+        got = self._come("got", t, self._buffer("got", t, self.workers * size)).view(self.workers, -1)
         mine, rows = self._buffer("mine", t, size), self._buffer("rows", t, self.workers * size)
         span = layout.slice(self._column, self._worker)
         if span.length:
@@ -428,7 +483,7 @@ class OneBitAllReduce:
                 self.codec.encode(mine[:used], total, error)
                 self._punch(error, begin)
         self.sent_bytes += (self.workers - 1) * size
-        return self._wire.collect(rows, mine)
+        return self._wire.collect(self._outside("rows", t, rows), self._gone("mine", t, mine))
 
     def _unpack(self, t: int, x: torch.Tensor, returned: Callable[[], None]) -> None:
         """Chunk t of x = what the servers sent, which a node's ranks share."""
@@ -439,8 +494,10 @@ class OneBitAllReduce:
         node = self._node
         if node is not None and node.comm.size > 1:
             shared_rows = self._buffer("shared", t, node.comm.size * rows.numel())
-            node.comm.all_gather(shared_rows, rows)
-            rows = shared_rows
+            node.comm.all_gather(self._outside("shared", t, shared_rows), self._outside("rows", t, rows))
+            rows = self._come("shared", t, shared_rows)
+        else:
+            rows = self._come("rows", t, rows)
         for k in range(layout.columns):
             for n in range(self.workers):
                 span = layout.slice(k, n)
@@ -467,9 +524,9 @@ class OneBitAllReduce:
             error.zero_()
 
     def owed(self) -> torch.Tensor:
-        """[numel], fp32: what the averages of these calls still lack, as an input of this rank: its average over the
-        ranks is all of it, so that it can be added to other tensors of the same elements."""
-        out = torch.zeros(self.numel)
+        """[numel], fp32, on `device`: what the averages of these calls still lack, as an input of this rank: its
+        average over the ranks is all of it, so that it can be added to other tensors of the same elements."""
+        out = torch.zeros(self.numel, device=self.device)
         shares = {"worker": self._world / self.workers, "server": float(self._world)}
         for name, spans in self.owned().items():
             parts = self._errors[name].split([end - begin for begin, end in spans]) if spans else ()
@@ -528,10 +585,18 @@ class OneBitColumn(OneBitAllReduce):
     are of `numel` elements and of its slice of them. One node: what is sent is what comes, as everywhere."""
 
     def __init__(
-        self, numel: int, group: NodeGroup | MultiNodeGroup | SoloGroup, *, block: int = 2048, chunk: int = CHUNK
+        self,
+        numel: int,
+        group: NodeGroup | MultiNodeGroup | SoloGroup,
+        *,
+        block: int = 2048,
+        chunk: int = CHUNK,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """group: an engine's of all ranks; its counterparts pass the same numbers. chunk: a multiple of `block`."""
+        """group: an engine's of all ranks; its counterparts pass the same numbers. chunk: a multiple of `block`.
+        device: see OneBitAllReduce."""
         self.numel, self.codec, self.chunk, self.hierarchical = int(numel), OneBit(block), int(chunk), True
+        self.device = torch.empty(0, device=device).device
         self._rank, self._world, self._holes, self._node = group.rank, group.world, None, None
         self._alone = group.world == 1
         self._columns, self._column, self.workers, self._worker = 1, 0, group.nodes, group.node

@@ -9,18 +9,17 @@ import torch
 import torch.distributed as dist
 
 from ...core.codecs import Plain
-from ...errors import UnsupportedError
 from ...optim.onebit.exchange import BLOCK, Spans, connect
 from ..groups import MultiNodeGroup, NodeGroup, SoloGroup
-from .compressed import CHUNK, OneBitAllReduce, OneBitColumn, grid_of
+from .compressed import CHUNK, OneBitAllReduce, OneBitColumn, carrier_of, grid_of, takes
 from .crossing import sum_over_nodes
 
 
 class GroupExchange:
-    """See Exchange. CPU tensors."""
+    """See Exchange. device: of the tensors."""
 
-    def __init__(self, group: Any = None, hierarchical: bool = True) -> None:
-        self._group, self._hierarchical = group, hierarchical
+    def __init__(self, group: Any, hierarchical: bool, device: torch.device) -> None:
+        self._group, self._hierarchical, self._device = group, hierarchical, device
         self._wire: OneBitAllReduce | None = None  # from the first call on: its errors are as large as the buffer
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.workers, self.worker, self._columns, self._carries = grid_of(group, hierarchical)
@@ -35,17 +34,18 @@ class GroupExchange:
         if not tensors:
             return
         flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
-        dist.all_reduce(flat, group=self._group)
+        if takes(self._group, flat.device):
+            dist.all_reduce(flat, group=self._group)
+        else:
+            host = flat.cpu()
+            dist.all_reduce(host, group=self._group)
+            flat.copy_(host)
         flat.mul_(1.0 / self.world)
         for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
             t.copy_(values.view(t.shape))
         self.sent_bytes += self.dense_bytes(flat.numel())
 
     def compressed(self, buffer: torch.Tensor) -> None:
-        if buffer.device.type != "cpu":
-            raise UnsupportedError(
-                f"1-bit exchange of a buffer on {buffer.device} does not exist: parameters must be on the CPU"
-            )
         self.sent_bytes += self._made(buffer.numel()).all_reduce_(buffer)
 
     def _made(self, numel: int) -> OneBitAllReduce:
@@ -55,13 +55,15 @@ class GroupExchange:
         return self._wire
 
     def _make(self, numel: int, chunk: int) -> OneBitAllReduce:
-        return OneBitAllReduce(numel, self._group, block=BLOCK, hierarchical=self._hierarchical, chunk=chunk)
+        return OneBitAllReduce(
+            numel, self._group, block=BLOCK, hierarchical=self._hierarchical, chunk=chunk, device=self._device
+        )
 
     def shared(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values)]
 
     def agreed(self, values: Sequence[float]) -> list[float]:
-        mine = torch.tensor(list(values), dtype=torch.float64)
+        mine = torch.tensor(list(values), dtype=torch.float64, device=carrier_of(self._group, self._device))
         out = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(out, mine, group=self._group)
         return list(map(float, out[0].tolist()))
@@ -86,9 +88,9 @@ class NodeExchange(GroupExchange):
     """Of ranks that share their node's copy of the states: what a rank brings is of the elements whose states it has,
     averaged over its node, and its counterparts on the other nodes have the same ones."""
 
-    def __init__(self, group: SoloGroup | NodeGroup | MultiNodeGroup) -> None:
-        """group: an engine's, of all ranks."""
-        self._nodes, self._wire, self.sent_bytes = group, None, 0
+    def __init__(self, group: SoloGroup | NodeGroup | MultiNodeGroup, device: torch.device) -> None:
+        """group: an engine's, of all ranks. device: of the tensors; a GPU's where there is one rank."""
+        self._nodes, self._wire, self.sent_bytes, self._device = group, None, 0, device
         self._inside: Any = group.inside if isinstance(group, MultiNodeGroup) else group
         self.world, self.rank = group.world, group.rank
         self.workers = self.copies = self.parts = group.nodes
@@ -108,7 +110,7 @@ class NodeExchange(GroupExchange):
         self.sent_bytes += 2 * (self.workers - 1) * flat.numel() * 4 // self.workers
 
     def _make(self, numel: int, chunk: int) -> OneBitAllReduce:
-        return OneBitColumn(numel, self._nodes, block=BLOCK, chunk=chunk)
+        return OneBitColumn(numel, self._nodes, block=BLOCK, chunk=chunk, device=self._device)
 
     def shared(self, values: Sequence[float]) -> list[list[float]]:
         rows: list[list[float]] = self._inside.gather_all(torch.tensor(list(values), dtype=torch.float64)).tolist()

@@ -18,6 +18,7 @@ from ...plan.mesh import Mesh
 from ...plan.plan import Plan
 from ...zero.step.across.copies import CopiesReducer
 from ...zero.step.across.momentum import MomentumUpdate
+from ...zero.step.collective import TorchReducer
 from ...zero.step.norm import Ride
 from ...zero.step.reducer import CoreReducer
 from ...zero.tiers.agree import together
@@ -142,9 +143,11 @@ class OneBitSteps(Plain):
     def check_optimizer(self) -> None:
         engine, config = self._engine, self._engine._config
         name = type(engine.optimizer.base).__name__
-        mesh = engine.mesh
+        mesh, on_gpus, stage = engine.mesh, engine.device.type == "cuda", config.zero.stage
         limits = {
-            f"ranks on {engine.device.type}": engine.device.type != "cpu",
+            f"ranks on {engine.device.type}": engine.device.type not in ("cpu", "cuda"),
+            f"ZeRO stage {stage} and several ranks on GPUs": on_gpus and stage > 0 and engine.everyone.world > 1,
+            "offload_optimizer on a GPU": on_gpus and config.zero.offload_optimizer.device == "cpu",
             "pipeline.stages above 1": engine.part is not None,
             "tensor_parallel.autotp_size above 1": mesh.tp > 1,
             "sequence_parallel_size above 1": mesh.sp > 1,
@@ -179,7 +182,11 @@ class OneBitSteps(Plain):
         layout = Layout(plan.layout.numels, 1, plan.layout.bucket_elems)
         alone: Plan = dataclasses.replace(plan, layout=layout, mesh=Mesh(dp=1), rank=0, part=0)
         wire = tensor_dtype(plan.wire)
-        local = CoreReducer(alone, None, state.acc, state.partial, wire, self.pre_scale)
+        local: Reducer
+        if engine.device.type == "cpu":
+            local = CoreReducer(alone, None, state.acc, state.partial, wire, self.pre_scale)
+        else:
+            local = TorchReducer(alone, engine.device, state.acc, state.partial, wire, self.pre_scale)
         local.borrow(state.lease)
         self._either = EitherReducer(averaging, local)
         self._either.keeps = self._keeps
@@ -246,7 +253,7 @@ class OneBitShards(OneBitSteps):
                 f"{name}(hierarchical=False) at ZeRO stage {stage} does not exist: every rank would be a worker with"
                 " states of its own, and the ranks of a node share theirs. Remove the argument, or use stage 0"
             )
-        base.exchange = NodeExchange(everyone)
+        base.exchange = NodeExchange(everyone, engine.device)
         if self._nodes is None:
             return
         engine.copy, engine.averaging = everyone.node, everyone

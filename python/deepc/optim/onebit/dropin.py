@@ -6,6 +6,7 @@ zero, and one that does not require a gradient stays."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,23 +86,29 @@ class OneBitOptimizer(Optimizer):
     def _made(self) -> Method:
         if self.method is not None:
             return self.method
-        exchange, items = exchange_over(self.group, self.hierarchical), []
         self._params = [p for g in self.param_groups for p in g["params"]]
+        device, items = self._params[0].device if self._params else torch.device("cpu"), []
         for group in self.param_groups:
             for p in group["params"]:
-                self._check(p)
+                self._check(p, device)
                 flat = p.detach().view(-1)
                 items.append(Item(flat if p.dtype == torch.float32 else flat.float(), group, tuple(p.shape)))
-        self.method = self.kind(items, exchange, torch.zeros, self.options)
+        exchange, zeros = exchange_over(self.group, self.hierarchical, device), partial(torch.zeros, device=device)
+        self.method = self.kind(items, exchange, zeros, self.options)
         self._show()
         return self.method
 
-    def _check(self, p: torch.Tensor) -> None:
+    def _check(self, p: torch.Tensor, device: torch.device) -> None:
         name = type(self).__name__
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ArgumentError(f"{name} steps float32, bfloat16 and float16 parameters, got {p.dtype}")
-        if p.device.type != "cpu":
-            raise UnsupportedError(f"{name} runs on the CPU only, and a parameter is on {p.device}; move the model")
+        if p.device != device:
+            raise ArgumentError(
+                f"{name}: one parameter is on {device}, another on {p.device}, and all travel in one buffer; move the"
+                " model to one device"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(f"{name} runs on CPUs and on GPUs of CUDA, and the parameters are on {device}")
         if not p.is_contiguous():
             raise ArgumentError(
                 f"{name}: a parameter of shape {tuple(p.shape)} and strides {p.stride()} is not contiguous; make it so"
@@ -125,7 +132,7 @@ class OneBitOptimizer(Optimizer):
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor:
         if p.grad is None:
-            return torch.zeros(p.numel())
+            return torch.zeros(p.numel(), device=p.device)
         if p.grad.is_sparse:
             raise ArgumentError(f"{type(self).__name__} does not take sparse gradients; use nn.Embedding(sparse=False)")
         return p.grad.detach().reshape(-1).float()
@@ -220,8 +227,8 @@ def _take_errors(method: Method, found: Mapping[str, Any], errors: Mapping[str, 
     owned = exchange.owned(places.total)
     worker, server = errors["worker"], errors["server"]
     if not found["world"] and worker.numel() == places.used:
-        whole = torch.cat([worker, torch.zeros(places.total - places.used)])
-        worker, server = taken(whole, owned["worker"]), torch.zeros(sum(e - b for b, e in owned["server"]))
+        whole = torch.cat([worker, worker.new_zeros(places.total - places.used)])
+        worker, server = taken(whole, owned["worker"]), worker.new_zeros(sum(e - b for b, e in owned["server"]))
     elif {k: [tuple(x) for x in v] for k, v in found["owned"].items()} != owned:
         raise ArgumentError(
             f"the state_dict's errors are of elements {found['owned'] or worker.numel()}, this rank's are of {owned}:"
@@ -234,14 +241,15 @@ def _take_errors(method: Method, found: Mapping[str, Any], errors: Mapping[str, 
 def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state_dicts of all ranks of a run, in rank order -> one that every rank of a run of any size loads. What the
     ranks owe is averaged, so that the sum of what was exchanged loses nothing; where ranks were between two
-    synchronisations of 0/1 Adam, so is what they have moved."""
+    synchronisations of 0/1 Adam, so is what they have moved. They may be on any devices; what is made is on the
+    CPU."""
     if not states or any(KEY not in s for s in states) or [s[KEY]["rank"] for s in states] != list(range(len(states))):
         raise ArgumentError("folded: give the state_dicts of all ranks, in rank order, each saved after a step")
     parts, world = [s[KEY] for s in states], len(states)
     errors = [p["errors"] for p in parts]
     out = {**states[0], KEY: {**parts[0], "world": 0, "rank": 0, "own": [], "errors": {}}}
     for k, (name, i, _) in enumerate(parts[0]["own"]):
-        out[KEY]["own"].append((name, i, sum(p["own"][k][2] for p in parts) / world))
+        out[KEY]["own"].append((name, i, sum(p["own"][k][2].cpu() for p in parts) / world))
     if errors[0]:
         owed = torch.zeros(Places([t.numel() for t in _states_of(states[0])], 1).used)
         for p, e in zip(parts, errors):
@@ -249,7 +257,7 @@ def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 at = 0
                 for begin, end in p["owned"][kind]:
                     used = owed[begin:end]  # what lies behind owes nothing
-                    used.add_(e[kind][at : at + used.numel()], alpha=share)
+                    used.add_(e[kind][at : at + used.numel()].cpu(), alpha=share)
                     at += end - begin
         out[KEY]["errors"] = {"worker": owed, "server": torch.empty(0)}
     return out

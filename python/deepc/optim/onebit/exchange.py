@@ -18,8 +18,8 @@ Spans = dict[str, list[tuple[int, int]]]  # "worker", "server": elements [begin,
 
 
 class Exchange(Protocol):
-    """Between the ranks that train one model. Every method is collective but `errors`, `clear_errors` and
-    `dense_bytes`."""
+    """Between the ranks that train one model, of tensors on the device that it is made for. Every method is collective
+    but `errors`, `clear_errors` and `dense_bytes`."""
 
     world: int
     rank: int
@@ -101,21 +101,23 @@ class Alone:
         """There are none."""
 
 
-_connected: list[Callable[[Any, bool], Exchange]] = []
+Make = Callable[[Any, bool, torch.device], Exchange]
+_connected: list[Make] = []
 
 
-def connect(make: Callable[[Any, bool], Exchange]) -> None:
-    """make(group, hierarchical): over a torch.distributed group (None: the default one) of several ranks."""
+def connect(make: Make) -> None:
+    """make(group, hierarchical, device): over a torch.distributed group (None: the default one) of several ranks."""
     _connected[:] = [make]
 
 
-def exchange_over(group: Any = None, hierarchical: bool = True) -> Exchange:
+def exchange_over(group: Any, hierarchical: bool, device: torch.device) -> Exchange:
     """The ranks of a torch.distributed group; None: of the default one. One rank where torch.distributed is not
-    initialised. hierarchical: a node is a worker, else a rank is. Collective."""
+    initialised. hierarchical: a node is a worker, else a rank is. device: of the tensors that they exchange.
+    Collective."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
     if dist.get_rank(group) < 0:
         raise MisuseError("this rank is not in the process group that the 1-bit optimizer was given")
-    return _connected[0](group, hierarchical)
+    return _connected[0](group, hierarchical, device)

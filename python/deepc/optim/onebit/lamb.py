@@ -189,4 +189,4 @@ class LiveLambMethod(OneBitLambMethod):
 
 def _square(t: torch.Tensor) -> float:
     """Sum of squares that does not depend on the number of threads: ranks may have different ones."""
-    return sum_in_order(torch.ops.deepc.norm_squared(t))
+    return sum_in_order(torch.ops.deepc.norm_squared(t).cpu())

@@ -1,7 +1,8 @@
 """What the 1-bit optimizers share: the elements that are stepped, their states, and when the ranks exchange what.
 
-A method steps fp32 tensors; whoever has it (the drop-in of dropin.py, an engine's zero/step/across/momentum.py) brings
-gradients, which are averaged over ranks before where `averages` says so and else are each rank's own."""
+A method steps fp32 tensors on one device; whoever has it (the drop-in of dropin.py, an engine's
+zero/step/across/momentum.py) brings gradients, which are averaged over ranks before where `averages` says so and else
+are each rank's own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .places import Places
 
 logger = logging.getLogger("deepc")
 NO_CORRECTION = 1 << 40  # a number of a step at which no bias is left to correct: the papers' Adam has none
-Zeros = Callable[[int], torch.Tensor]  # [n] fp32
+Zeros = Callable[[int], torch.Tensor]  # [n] fp32, on the device of the parameters
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Item:
         not used) would get the block's magnitude with a random sign."""
         mask = self.group.get("exp_avg_mask")
         if mask is not None:
-            mask = torch.as_tensor(mask).to(momentum.dtype)
+            mask = torch.as_tensor(mask).to(momentum.device, momentum.dtype)
             try:
                 whole = mask if mask.numel() == math.prod(self.shape) else mask.expand(tuple(self.shape))
                 momentum.mul_(whole.reshape(-1)[self.begin : self.begin + momentum.numel()])

@@ -25,7 +25,8 @@ class Places:
             if tail:
                 to.append(torch.arange(end, at))
                 source.append(end - tail + torch.arange(at - end) % tail)
-        self._to, self._source = torch.cat(to), torch.cat(source)
+        host = torch.cat(to), torch.cat(source)
+        self._filled = {host[0].device: host}  # by device: the elements of the rests, and those that they repeat
         self.used = at
         self.total = -(-at // (parts * BLOCK)) * parts * BLOCK
 
@@ -35,8 +36,13 @@ class Places:
 
     def fill(self, buffer: torch.Tensor) -> None:
         """Puts repeats of its elements into the rest of each tensor's last block."""
-        if self._to.numel():
-            buffer[self._to] = buffer[self._source]
+        to, source = self._filled[torch.device("cpu")]
+        if not to.numel():
+            return
+        if buffer.device not in self._filled:
+            self._filled[buffer.device] = to.to(buffer.device), source.to(buffer.device)
+        to, source = self._filled[buffer.device]
+        buffer[to] = buffer[source]
 
     def shares(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
         """(tensor, its element, where in the spans put one after the other, how many) of every tensor's part in

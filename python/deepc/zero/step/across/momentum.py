@@ -40,7 +40,7 @@ class MomentumUpdate(AcrossUpdate):
         base: OneBitOptimizer,
     ) -> None:
         self._state = state
-        exchange = base.exchange or exchange_over(base.group, base.hierarchical)
+        exchange = base.exchange or exchange_over(base.group, base.hierarchical, state.state_device)
         numels, here = state.plan.layout.numels, {s.param for s in state.plan.segments}
         number = {param: k for k, param in enumerate(p for p, n in enumerate(numels) if n)}
         # every rank has an item of every parameter: of those that lie on others of its node an empty one
@@ -155,7 +155,7 @@ class MomentumUpdate(AcrossUpdate):
             exchange.clear_errors()
             return
         places, then, now = method.places, int(saved["workers"]), exchange.workers
-        worker, server = torch.zeros(places.total), torch.zeros(places.total)
+        worker, server = torch.zeros(places.total), torch.zeros(places.total)  # on the host, where they are read
         recut = self._recut(saved)
         for i, item in enumerate(method.sent):
             s = of[id(item)]
