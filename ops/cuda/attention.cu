@@ -8,25 +8,27 @@ using dc_gpu::AttPlan;
 
 extern __shared__ __align__(16) char att_room[];
 
-template <class T, int N>
-__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+// Blocks on one processor that registers are shared out for; four of the forward one, or three of the others, spill.
+enum { ATT_FORWARD_BLOCKS = 3, ATT_BLOCKS = 2 };
+template <class T, int N, bool PLAIN>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS, N == 8 ? ATT_FORWARD_BLOCKS : ATT_BLOCKS)
     att_forward_kernel(const __grid_constant__ dc_attention_args a, const __grid_constant__ AttPlan plan) {
   for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
-    dc_gpu::att_forward<T, N>(a, plan, att_room, unit);
+    dc_gpu::att_forward<T, N, PLAIN>(a, plan, att_room, unit);
 }
-template <class T, int N>
-__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+template <class T, int N, bool PLAIN>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS, ATT_BLOCKS)
     att_grad_q_kernel(const __grid_constant__ dc_attention_grad_args a, const __grid_constant__ AttPlan plan,
                       const float *deltas) {
   for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
-    dc_gpu::att_grad_q<T, N>(a, plan, deltas, att_room, unit);
+    dc_gpu::att_grad_q<T, N, PLAIN>(a, plan, deltas, att_room, unit);
 }
-template <class T, int N>
-__global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
+template <class T, int N, bool PLAIN>
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS, ATT_BLOCKS)
     att_grad_kv_kernel(const __grid_constant__ dc_attention_grad_args a, const __grid_constant__ AttPlan plan,
                        const float *deltas) {
   for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
-    dc_gpu::att_grad_kv<T, N>(a, plan, deltas, att_room, unit);
+    dc_gpu::att_grad_kv<T, N, PLAIN>(a, plan, deltas, att_room, unit);
 }
 template <class T>
 __global__ void __launch_bounds__(dc_gpu::ATT_THREADS)
@@ -70,6 +72,13 @@ static int att_launch(K kernel, int64_t units, int bytes, cudaStream_t stream, c
   return launched();
 }
 
+// f(Width<N>, Width<PLAIN>) for results of `sums` columns a unit.
+template <class F> static int att_with_shape(int sums, bool plain, F f) {
+  using dc_gpu::Width;
+  if (sums == 64) return plain ? f(Width<8>(), Width<1>()) : f(Width<8>(), Width<0>());
+  return plain ? f(Width<16>(), Width<1>()) : f(Width<16>(), Width<0>());
+}
+
 int dc_cuda_attention(const dc_attention_args *args, void *stream) {
   dc_attention_args a;
   DC_TRY(check_attention(args, &a));
@@ -82,8 +91,11 @@ int dc_cuda_attention(const dc_attention_args *args, void *stream) {
   const AttPlan plan = dc_gpu::att_forward_plan(a, room);
   return with_low(a.dtype, [&](auto t) {
     using T = decltype(t);
-    if (plan.sums == 64) return att_launch(att_forward_kernel<T, 8>, plan.units, plan.bytes, queue, a, plan);
-    return att_launch(att_forward_kernel<T, 16>, plan.units, plan.bytes, queue, a, plan);
+    return att_with_shape(plan.sums, dc_gpu::att_plain(a), [&](auto pieces, auto plain) {
+      constexpr int N = decltype(pieces)::value;
+      constexpr bool PLAIN = decltype(plain)::value != 0;
+      return att_launch(att_forward_kernel<T, N, PLAIN>, plan.units, plan.bytes, queue, a, plan);
+    });
   });
 }
 
@@ -98,13 +110,12 @@ template <class T> static int att_launch_grad(const dc_attention_grad_args &a, f
     att_delta_kernel<T><<<grid_for(rows * dc_gpu::WARP), THREADS, 0, queue>>>(a, deltas);
     DC_TRY(launched());
   }
-  if (of_q.sums == 64) {
-    DC_TRY(att_launch(att_grad_q_kernel<T, 8>, of_q.units, of_q.bytes, queue, a, of_q, of));
-    DC_TRY(att_launch(att_grad_kv_kernel<T, 8>, of_kv.units, of_kv.bytes, queue, a, of_kv, of));
-  } else {
-    DC_TRY(att_launch(att_grad_q_kernel<T, 16>, of_q.units, of_q.bytes, queue, a, of_q, of));
-    DC_TRY(att_launch(att_grad_kv_kernel<T, 16>, of_kv.units, of_kv.bytes, queue, a, of_kv, of));
-  }
+  DC_TRY(att_with_shape(of_q.sums, dc_gpu::att_plain(a), [&](auto pieces, auto plain) {
+    constexpr int N = decltype(pieces)::value;
+    constexpr bool PLAIN = decltype(plain)::value != 0;
+    DC_TRY(att_launch(att_grad_q_kernel<T, N, PLAIN>, of_q.units, of_q.bytes, queue, a, of_q, of));
+    return att_launch(att_grad_kv_kernel<T, N, PLAIN>, of_kv.units, of_kv.bytes, queue, a, of_kv, of);
+  }));
   if (!a.dbias) return DC_OK;
   const AttPlan of_bias = dc_gpu::att_grad_plan(dc_gpu::ATT_DBIAS, a, room);
   const dc_gpu::AttBiasUnits n = dc_gpu::att_bias_units(a);

@@ -39,7 +39,8 @@ struct AttSight { // of one head
   float kept; // the share that dropout keeps
 };
 
-template <class Args> DC_GPU AttSight att_sight(const Args &a, uint32_t threshold, int64_t b, int64_t h) {
+// PLAIN: a layout and causality are all that there is (att_plain), so that the compiler leaves out the rest.
+template <bool PLAIN, class Args> DC_GPU AttSight att_sight(const Args &a, uint32_t threshold, int64_t b, int64_t h) {
   const dc_attention_mask &m = a.mask;
   const int64_t least = -((int64_t)1 << 30), most = (int64_t)1 << 30; // beyond all rows, keys and windows
   AttSight s;
@@ -58,7 +59,15 @@ template <class Args> DC_GPU AttSight att_sight(const Args &a, uint32_t threshol
   s.key[0] = (uint32_t)m.dropout.seed, s.key[1] = (uint32_t)(m.dropout.seed >> 32);
   s.who[0] = (uint32_t)(m.dropout.head + h), s.who[1] = (uint32_t)(m.dropout.batch + b);
   s.threshold = threshold, s.kept = (float)(65536 - (int)threshold) / 65536.0f;
+  if constexpr (PLAIN) {
+    s.q_group = s.k_group = nullptr, s.bias = nullptr, s.sloped = false, s.window = 0;
+    s.threshold = 0, s.kept = 1.0f;
+  }
   return s;
+}
+template <class Args> bool att_plain(const Args &a) { // on the host
+  const dc_attention_mask &m = a.mask;
+  return !m.q_group && !m.slope && !m.bias && m.window == 0 && dc__philox_threshold(m.dropout.rate) == 0;
 }
 
 enum AttPart { ATT_HIDDEN, ATT_SOME, ATT_WHOLE };
@@ -233,22 +242,27 @@ DC_GPU int att_width(int dim, int column, int most) {
   return left < 0 ? 0 : left < most ? left : most;
 }
 
-// ATT_TILE rows, row(r) of the array each (below 0: none), columns from `column` on, come to shared memory: they are
-// there after copies_wait, and for others after a barrier.
-template <class S, class R> DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int column, R row) {
+// ATT_TILE rows, runs that begin at row first(run) of the array (below 0: none), columns from `column` on, come to
+// shared memory: they are there after copies_wait, and for others after a barrier.
+template <class S, class R>
+DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int column, R first) {
   constexpr int V = 16 / (int)sizeof(S);
   int log = 0; // of the vectors across, a power of two: the last ones may have nothing to do
   while (V << log < width) log++;
-  for (int at = block_thread(); at < ATT_TILE << log; at += ATT_THREADS) {
-    const int r = at >> log, c = (at & ((1 << log) - 1)) * V;
-    if (c >= width) continue;
-    const int i = row(r);
-    const bool there = i >= 0 && i < x.count && column + c < x.dim;
-    const S *from = there ? x.at + i * x.stride + column + c : x.at;
-    S *place = to + r * pitch + c;
-    if (x.wide) copy_ahead16(place, from, there);
-    else
-      for (int k = 0; k < V; k++) place[k] = there && column + c + k < x.dim ? from[k] : (S)0;
+  const int thread = block_thread(), begin = thread >> log, step = ATT_THREADS >> log;
+  const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c;
+  if (c >= width) return;
+  DC_UNROLL
+  for (int run = 0; run < ATT_RUNS; run++) {
+    const int start = first(run);
+    for (int r = begin; r < ATT_RUN; r += step) {
+      const bool there = start >= 0 && start + r < x.count && columns > 0;
+      const S *from = there ? x.at + (start + r) * x.stride + column + c : x.at;
+      S *place = to + (run * ATT_RUN + r) * pitch + c;
+      if (x.wide) copy_ahead16(place, from, there);
+      else
+        for (int k = 0; k < V; k++) place[k] = there && k < columns ? from[k] : (S)0;
+    }
   }
 }
 
@@ -258,6 +272,8 @@ struct AttStage {
   uint32_t parts; // what this warp sees of each, a byte each
   DC_GPU int part(int run) const { return (int)(parts >> (8 * run) & 255u); }
   DC_GPU int row(int r) const { return first[r / ATT_RUN] < 0 ? -1 : first[r / ATT_RUN] + r % ATT_RUN; }
+  DC_GPU bool all(void) const { return ((parts - 0x01010101u) & ~parts & 0x80808080u) == 0; } // none is hidden
+  DC_GPU bool whole(void) const { return parts == ATT_WHOLE * 0x01010101u; }
 };
 DC_GPU AttStage att_stage(const AttRuns *runs, int at) {
   const int warp = block_thread() / WARP;
@@ -351,20 +367,22 @@ template <int N> DC_GPU void att_clear(float (&x)[N][4]) {
   }
 }
 
-// x += left right^T over `width` columns of the two; left: the warp's rows. Runs that the warp does not see stay.
-template <class T>
+// x += left right^T over `width` columns of the two; left: the warp's rows. Runs that the warp does not see stay; ALL:
+// there are none.
+template <class T, bool ALL>
 DC_GPU void att_scores(AttTile &x, const typename T::stored *left, const typename T::stored *right, int pitch,
                        int width, const AttStage &t) {
   const int lane = block_thread() % WARP;
   if constexpr (sizeof(typename T::stored) == 2) {
     const typename T::stored *a_row = left + lane % 16 * pitch + lane / 16 * 8;
     const typename T::stored *b_row = right + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8;
+    DC_UNROLL_2
     for (int c = 0; c < width; c += 16) {
       uint32_t a[4], b[4];
       load_matrices<false>(a, a_row + c);
       DC_UNROLL
       for (int run = 0; run < ATT_RUNS; run++) {
-        if (t.part(run) == ATT_HIDDEN) continue;
+        if (!ALL && t.part(run) == ATT_HIDDEN) continue;
         load_matrices<false>(b, b_row + run * ATT_RUN * pitch + c);
         mma<T>(x[2 * run], a, b[0], b[1]);
         mma<T>(x[2 * run + 1], a, b[2], b[3]);
@@ -376,7 +394,7 @@ DC_GPU void att_scores(AttTile &x, const typename T::stored *left, const typenam
       const Pack<float, 4> a0 = load<float, 4>(left + g * pitch + c), a1 = load<float, 4>(left + (g + 8) * pitch + c);
       DC_UNROLL
       for (int n = 0; n < ATT_TILE / 8; n++) {
-        if (t.part(n / 2) == ATT_HIDDEN) continue;
+        if (!ALL && t.part(n / 2) == ATT_HIDDEN) continue;
         DC_UNROLL
         for (int e = 0; e < 2; e++) {
           const Pack<float, 4> b = load<float, 4>(right + (8 * n + 2 * q + e) * pitch + c);
@@ -391,9 +409,16 @@ DC_GPU void att_scores(AttTile &x, const typename T::stored *left, const typenam
   }
 }
 
+template <class T>
+DC_GPU void att_scores(AttTile &x, const typename T::stored *left, const typename T::stored *right, int pitch,
+                       int width, const AttStage &t) {
+  if (t.all()) att_scores<T, true>(x, left, right, pitch, width, t);
+  else att_scores<T, false>(x, left, right, pitch, width, t);
+}
+
 // sum += p right, p being 16 rows of ATT_TILE columns; right: ATT_TILE rows, `width` columns. room: of fp32, where the
-// warp's p lies meanwhile.
-template <class T, int N>
+// warp's p lies meanwhile. ALL: no run is hidden, and right has all columns.
+template <class T, int N, bool ALL>
 DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stored *right, int pitch, int width,
                     const AttStage &t, float *room) {
   const int lane = block_thread() % WARP;
@@ -402,14 +427,14 @@ DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stor
     const typename T::stored *b_row = right + lane % 16 * pitch + lane / 16 * 8;
     DC_UNROLL
     for (int run = 0; run < ATT_RUNS; run++) {
-      if (t.part(run) == ATT_HIDDEN) continue;
+      if (!ALL && t.part(run) == ATT_HIDDEN) continue;
       const float (&low)[4] = p[2 * run], (&high)[4] = p[2 * run + 1];
       const uint32_t a[4] = {pair_of<T>(low[0], low[1]), pair_of<T>(low[2], low[3]), pair_of<T>(high[0], high[1]),
                              pair_of<T>(high[2], high[3])};
       DC_UNROLL
       for (int n = 0; n < N; n += 2) {
         uint32_t b[4];
-        if (8 * n >= width) break;
+        if (!ALL && 8 * n >= width) break;
         load_matrices<true>(b, b_row + run * ATT_RUN * pitch + 8 * n);
         mma<T>(sum[n], a, b[0], b[1]);
         mma<T>(sum[n + 1], a, b[2], b[3]);
@@ -424,14 +449,14 @@ DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stor
     }
     warp_sync();
     for (int c = 0; c < ATT_TILE; c += 4) {
-      if (t.part(c / ATT_RUN) == ATT_HIDDEN) continue;
+      if (!ALL && t.part(c / ATT_RUN) == ATT_HIDDEN) continue;
       const Pack<float, 4> a0 = load<float, 4>(room + g * ATT_P_PITCH + c);
       const Pack<float, 4> a1 = load<float, 4>(room + (g + 8) * ATT_P_PITCH + c);
       DC_UNROLL
       for (int k = 0; k < 4; k++) {
         DC_UNROLL
         for (int n = 0; n < N; n++) {
-          if (8 * n >= width) break;
+          if (!ALL && 8 * n >= width) break;
           const Pack<float, 2> b = load<float, 2>(right + (c + k) * pitch + 8 * n + 2 * q);
           DC_UNROLL
           for (int e = 0; e < 4; e++) sum[n][e] = __fmaf_rn(b.x[e % 2], e < 2 ? a0.x[k] : a1.x[k], sum[n][e]);
@@ -439,6 +464,13 @@ DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stor
       }
     }
   }
+}
+
+template <class T, int N>
+DC_GPU void att_add(float (&sum)[N][4], const AttTile &p, const typename T::stored *right, int pitch, int width,
+                    const AttStage &t, float *room) {
+  if (t.all() && width == 8 * N) att_add<T, N, true>(sum, p, right, pitch, width, t, room);
+  else att_add<T, N, false>(sum, p, right, pitch, width, t, room);
 }
 
 // x = left right^T, number k of the plan's products: of what is in shared memory where all columns fit, in place
@@ -458,8 +490,8 @@ DC_GPU void att_product(AttTile &x, char *room, const AttPlan &plan, int k, int 
   for (int column = 0; column < left.dim; column += plan.width) {
     const int width = att_width(left.dim, column, plan.width);
     block_sync(); // what was there has been read
-    att_fill(l, plan.pitch, width, left, column, [=](int i) { return own + i; });
-    att_fill(r, plan.pitch, width, right, column, [&](int i) { return t.row(i); });
+    att_fill(l, plan.pitch, width, left, column, [=](int run) { return own + run * ATT_RUN; });
+    att_fill(r, plan.pitch, width, right, column, [&](int run) { return t.first[run]; });
     att_here();
     att_scores<T>(x, l + mine, r, plan.pitch, width, t);
   }
@@ -467,14 +499,15 @@ DC_GPU void att_product(AttTile &x, char *room, const AttPlan &plan, int k, int 
 // Where all columns fit: the block's own rows, once. att_each_stage waits for them.
 template <class S> DC_GPU void att_stay(char *room, const AttPlan &plan, int k, const AttRows<S> &left, int own) {
   if (plan.whole)
-    att_fill(att_at<S>(room, plan.left[k]), plan.pitch, att_round(left.dim), left, 0, [=](int i) { return own + i; });
+    att_fill(att_at<S>(room, plan.left[k]), plan.pitch, att_round(left.dim), left, 0,
+             [=](int run) { return own + run * ATT_RUN; });
 }
 // The same of a stage's rows.
 template <class S>
 DC_GPU void att_bring(char *room, const AttPlan &plan, int k, int place, const AttRows<S> &right, const AttStage &t) {
   if (plan.whole)
     att_fill(att_at<S>(room, plan.right[k] + place * plan.next), plan.pitch, att_round(right.dim), right, 0,
-             [&](int i) { return t.row(i); });
+             [&](int run) { return t.first[run]; });
 }
 
 // ---- scores to probabilities ---------------------------------------------------------------------------------------
@@ -502,6 +535,7 @@ template <bool TURNED> struct AttPlace {
 template <bool TURNED>
 DC_GPU void att_mask(AttTile &x, const AttSight &s, const AttPlace<TURNED> &at, const AttStage &t) {
   const bool biased = s.sloped || s.bias;
+  if (t.whole() && !biased) return;
   DC_UNROLL
   for (int n = 0; n < ATT_TILE / 8; n++) {
     const int part = t.part(n / 2);
@@ -542,9 +576,6 @@ DC_GPU void att_dropout(uint32_t (&keep)[ATT_TILE / 8], const AttSight &s, const
     }
   }
 }
-
-// The larger, a if b is NaN.
-DC_GPU float att_larger(float a, float b) { return b > a ? b : a; }
 
 // Two neighbours of a row.
 template <class T> DC_GPU void att_put(typename T::stored *row, int column, int dim, bool wide, float x, float y) {
@@ -589,12 +620,12 @@ DC_GPU AttUnit att_unit(const AttPlan &plan, int64_t unit) {
 }
 
 // ---- forward: ATT_TILE queries -------------------------------------------------------------------------------------
-template <class T, int N>
+template <class T, int N, bool PLAIN>
 DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *room, int64_t unit) {
   typedef typename T::stored S;
   const AttUnit u = att_unit(plan, unit);
   const int64_t kv = u.h * a.kv_heads / a.heads;
-  const AttSight s = att_sight(a, plan.threshold, u.b, u.h);
+  const AttSight s = att_sight<PLAIN>(a, plan.threshold, u.b, u.h);
   const AttPlace<false> at(u.tile);
   const int dim = (int)a.dim, own = u.tile * ATT_TILE, width = att_width(dim, u.first, plan.sums);
   const auto q = att_rows<S>(a.q, a.q_stride, u.b, u.h, a.rows, dim, plan.wide);
@@ -610,7 +641,7 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
   const auto values = [&](int place) { return att_at<S>(room, plan.operand + place * plan.next); };
   const auto load = [&](const AttStage &t, int place) {
     att_bring(room, plan, 0, place, k, t);
-    att_fill(values(place), plan.sums_pitch, width, v, u.first, [&](int i) { return t.row(i); });
+    att_fill(values(place), plan.sums_pitch, width, v, u.first, [&](int run) { return t.first[run]; });
   };
   att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x;
@@ -619,22 +650,23 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
     att_mask(x, s, at, t);
     DC_UNROLL
     for (int r = 0; r < 2; r++) {
-      float top = -INFINITY, part = 0.0f;
+      float top = -INFINITY, part[4] = {0.0f, 0.0f, 0.0f, 0.0f}; // sums that do not wait for each other
       DC_UNROLL
-      for (int n = 0; n < ATT_TILE / 8; n++) top = att_larger(att_larger(top, x[n][2 * r]), x[n][2 * r + 1]);
-      top = att_larger(top, from_lane_beside(top, 1));
-      top = att_larger(top, from_lane_beside(top, 2));
-      top = att_larger(att_larger(ATT_FINITE, max[r]), __fmul_rn(top, scale));
+      for (int n = 0; n < ATT_TILE / 8; n++) top = fmaxf(top, fmaxf(x[n][2 * r], x[n][2 * r + 1])); // without NaNs
+      top = fmaxf(top, from_lane_beside(top, 1));
+      top = fmaxf(top, from_lane_beside(top, 2));
+      top = fmaxf(fmaxf(ATT_FINITE, max[r]), __fmul_rn(top, scale));
       DC_UNROLL
       for (int n = 0; n < ATT_TILE / 8; n++) {
         DC_UNROLL
         for (int e = 2 * r; e < 2 * r + 2; e++) {
           x[n][e] = att_exp<T>(__fmaf_rn(x[n][e], scale, -top));
-          part = __fadd_rn(part, x[n][e]);
+          part[n % 2 * 2 + e % 2] = __fadd_rn(part[n % 2 * 2 + e % 2], x[n][e]);
         }
       }
       const float keep = att_exp<T>(__fsub_rn(max[r], top));
-      sum[r] = __fmaf_rn(sum[r], keep, part), max[r] = top;
+      sum[r] = __fmaf_rn(sum[r], keep, __fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3])));
+      max[r] = top;
       DC_UNROLL
       for (int n = 0; n < N; n++) {
         DC_UNROLL
@@ -703,7 +735,7 @@ DC_GPU void att_slopes(AttTile &x, AttTile &dp, const AttSight &s, const AttPlac
     DC_UNROLL
     for (int e = 0; e < 4; e++) {
       const float y = __fmaf_rn(x[n][e], scale, -lse(n, e));
-      const float p = x[n][e] == -INFINITY ? 0.0f : att_exp<T>(y > 0.0f ? 0.0f : y);
+      const float p = x[n][e] == -INFINITY ? 0.0f : att_exp<T>(not_above_0(y));
       const bool kept = !s.threshold || (keep[n] >> e & 1u);
       const float d = s.threshold ? (kept ? __fmul_rn(dp[n][e], factor) : 0.0f) : dp[n][e];
       dp[n][e] = p == 0.0f ? 0.0f : __fmul_rn(p, __fsub_rn(d, delta(n, e)));
@@ -713,13 +745,13 @@ DC_GPU void att_slopes(AttTile &x, AttTile &dp, const AttSight &s, const AttPlac
 }
 
 // dq of ATT_TILE queries. deltas: of all queries, [batch, heads, rows].
-template <class T, int N>
+template <class T, int N, bool PLAIN>
 DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, const float *deltas, char *room,
                        int64_t unit) {
   typedef typename T::stored S;
   const AttUnit u = att_unit(plan, unit);
   const int64_t kv = u.h * a.kv_heads / a.heads;
-  const AttSight s = att_sight(a, plan.threshold, u.b, u.h);
+  const AttSight s = att_sight<PLAIN>(a, plan.threshold, u.b, u.h);
   const AttPlace<false> at(u.tile);
   const int dim = (int)a.dim, own = u.tile * ATT_TILE, width = att_width(dim, u.first, plan.sums);
   const auto q = att_rows<S>(a.q, a.q_stride, u.b, u.h, a.rows, dim, plan.wide);
@@ -740,7 +772,8 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
     att_bring(room, plan, 0, place, k, t);
     att_bring(room, plan, 1, place, v, t);
     if (!plan.whole)
-      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, k, u.first, [&](int i) { return t.row(i); });
+      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, k, u.first,
+               [&](int run) { return t.first[run]; });
   };
   att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x, dp;
@@ -759,7 +792,7 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
 }
 
 // dk and dv of ATT_TILE keys; plan.heads: of keys. The heads of queries that share them come one after the other.
-template <class T, int N>
+template <class T, int N, bool PLAIN>
 DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, const float *deltas, char *room,
                         int64_t unit) {
   typedef typename T::stored S;
@@ -780,14 +813,15 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
   att_stay(room, plan, 1, v, own);
   float kept = 1.0f;
   for (int64_t h = u.h * group; h < (u.h + 1) * group; h++) {
-    const AttSight s = att_sight(a, plan.threshold, u.b, h);
+    const AttSight s = att_sight<PLAIN>(a, plan.threshold, u.b, h);
     const auto q = att_rows<S>(a.q, a.q_stride, u.b, h, a.rows, dim, plan.wide);
     const auto dout = att_rows<S>(a.dout, a.dout_stride, u.b, h, a.rows, dim, plan.wide);
     int begin, end;
     kept = s.kept;
     att_query_runs(s, own, &begin, &end);
     const auto operand = [&](const AttRows<S> &x, const AttStage &t) {
-      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, x, u.first, [&](int i) { return t.row(i); });
+      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, x, u.first,
+               [&](int run) { return t.first[run]; });
     };
     const auto load = [&](const AttStage &t, int place) {
       const int r = block_thread();
@@ -872,7 +906,7 @@ DC_GPU void att_grad_bias(const dc_attention_grad_args &a, const AttPlan &plan, 
   for (int64_t b = one_entry ? entry : 0; b < (one_entry ? entry + 1 : a.batch); b++)
     for (int64_t h = one_head ? head : 0; h < (one_head ? head + 1 : a.heads); h++) {
       const int64_t kv = h * a.kv_heads / a.heads;
-      const AttSight s = att_sight(a, plan.threshold, b, h);
+      const AttSight s = att_sight<false>(a, plan.threshold, b, h);
       const auto q = att_rows<S>(a.q, a.q_stride, b, h, a.rows, dim, plan.wide);
       const auto dout = att_rows<S>(a.dout, a.dout_stride, b, h, a.rows, dim, plan.wide);
       const auto k = att_rows<S>(a.k, a.k_stride, b, kv, a.keys, dim, plan.wide);

@@ -227,6 +227,7 @@ template <bool TURNED> void load_matrices(uint32_t (&m)[4], const void *row) {
 }
 
 inline float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+inline float not_above_0(float y) { return y > 0.0f ? 0.0f : y; }
 inline uint32_t high_half(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
 
 } // namespace dc_gpu

@@ -15,11 +15,13 @@
 #include <cuda_fp16.h>
 #define DC_GPU __device__ __forceinline__
 #define DC_UNROLL _Pragma("unroll")
+#define DC_UNROLL_2 _Pragma("unroll 2")
 #define DC_UNROLL_8 _Pragma("unroll 8")
 #else
 #include "cuda/host_stand_in.h"
 #define DC_GPU inline
 #define DC_UNROLL
+#define DC_UNROLL_2
 #define DC_UNROLL_8
 #endif
 
@@ -158,14 +160,16 @@ template <class T> DC_GPU uint32_t pair_of(float low, float high) {
 }
 // T::down of V elements, aligned to all of them: of 16 bits two at a time, which is a third of the work.
 template <class T, int V> DC_GPU void down_all(typename T::stored *to, const float *from) {
+  bool odd = !(sizeof(typename T::stored) == 2 && V % 2 == 0);
   if constexpr (sizeof(typename T::stored) == 2 && V % 2 == 0) {
     DC_UNROLL
     for (int j = 0; j < V; j += 2) {
       const uint32_t pair = pair_of<T>(from[j], from[j + 1]);
       to[j] = (uint16_t)pair, to[j + 1] = (uint16_t)(pair >> 16);
-      if (from[j] != from[j] || from[j + 1] != from[j + 1]) to[j] = T::down(from[j]), to[j + 1] = T::down(from[j + 1]);
+      odd = odd || from[j] != from[j] || from[j + 1] != from[j + 1]; // a NaN, which has bits of its own here
     }
-  } else {
+  }
+  if (odd) {
     DC_UNROLL
     for (int j = 0; j < V; j++) to[j] = T::down(from[j]);
   }
@@ -253,14 +257,17 @@ template <class T, int A> struct Lane {
   static constexpr int width = 16 / (int)sizeof(typename T::stored), count = A / width;
 };
 
+// V elements in fp32, aligned to all of them.
+template <class T, int V> DC_GPU void get_whole(float *to, const typename T::stored *p) {
+  typename T::stored raw[V];
+  load_wide<typename T::stored, V>(raw, p);
+  DC_UNROLL
+  for (int j = 0; j < V; j++) to[j] = T::up(raw[j]);
+}
 // Elements [i, i + V) of n in fp32, zero past the end; in vectors where WIDE says that p + i is aligned for them.
 template <class T, int V, bool WIDE> DC_GPU void get(float *to, const typename T::stored *p, int64_t i, int64_t n) {
-  typename T::stored raw[V];
-  if (WIDE && i + V <= n) {
-    load_wide<typename T::stored, V>(raw, p + i);
-    DC_UNROLL
-    for (int j = 0; j < V; j++) to[j] = T::up(raw[j]);
-  } else {
+  if (WIDE && i + V <= n) get_whole<T, V>(to, p + i);
+  else {
     DC_UNROLL
     for (int j = 0; j < V; j++) to[j] = i + j < n ? T::up(p[i + j]) : 0.0f;
   }

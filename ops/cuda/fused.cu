@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ d
   });
 }
 
-// Registers are for HELD_THREADS threads a block then.
+// Of rows of up to 16 * ROW_SUMS elements: longer ones would leave a processor with 8 warps, which is slower than
+// reading them twice (docs/bench-gpu.md).
 enum { HELD_THREADS = 128 };
-template <class T, int N>
+template <class T, class W, int N>
 __global__ void __launch_bounds__(HELD_THREADS) norm_held_kernel(const __grid_constant__ dc_norm_args a) {
   constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
   each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
@@ -100,23 +101,24 @@ __global__ void __launch_bounds__(HELD_THREADS) norm_held_kernel(const __grid_co
       mean = __fdiv_rn(row_sum<V>(sum), (float)a.cols);
     }
     held.squares(sum, a.cols, lane, mean);
-    held.out(a, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
+    held.template out<W>(a, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
   });
 }
 
+template <class T, class W> static void fused_launch_held(const dc_norm_args &a, cudaStream_t stream) {
+  constexpr int ROWS = HELD_THREADS / dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count; // a block's
+  const int64_t blocks = a.rows / ROWS + (a.rows % ROWS != 0);
+  const unsigned grid = (unsigned)(blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID);
+  if (a.cols <= 8 * dc_gpu::ROW_SUMS) norm_held_kernel<T, W, 8><<<grid, HELD_THREADS, 0, stream>>>(a);
+  else norm_held_kernel<T, W, 16><<<grid, HELD_THREADS, 0, stream>>>(a);
+}
 template <class T> static void fused_launch_norm(const dc_norm_args &a, bool wide, cudaStream_t stream) {
-  constexpr int L = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count;
-  const unsigned grid = fused_grid_for_groups<L>(a.rows);
-  const auto held = [&](auto pieces) {
-    const int64_t blocks = (a.rows + HELD_THREADS / L - 1) / (HELD_THREADS / L);
-    norm_held_kernel<T, decltype(pieces)::value>
-        <<<(unsigned)(blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID), HELD_THREADS, 0, stream>>>(a);
-  };
-  if (!wide) norm_kernel<T, false><<<grid, THREADS, 0, stream>>>(a);
-  else if (a.cols <= 8 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<8>());
-  else if (a.cols <= 16 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<16>());
-  else if (a.cols <= 32 * dc_gpu::ROW_SUMS) held(dc_gpu::Width<32>());
-  else norm_kernel<T, true><<<grid, THREADS, 0, stream>>>(a);
+  const unsigned grid = fused_grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
+  const bool held = wide && a.cols <= 16 * dc_gpu::ROW_SUMS;
+  if (held && a.weight_dtype == a.dtype) fused_launch_held<T, T>(a, stream);
+  else if (held && a.weight_dtype == DC_F32) fused_launch_held<T, dc_gpu::F32>(a, stream);
+  else if (wide) norm_kernel<T, true><<<grid, THREADS, 0, stream>>>(a);
+  else norm_kernel<T, false><<<grid, THREADS, 0, stream>>>(a);
 }
 
 int dc_cuda_norm(const dc_norm_args *args, void *stream) {

@@ -197,11 +197,9 @@ DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, 
 DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
 }
-// Elements [i, i + V) of what is normalised become those of the result.
-template <int V, bool WIDE> DC_GPU void norm_piece(float *f, const dc_norm_args &a, int64_t i, float mean, float rstd) {
-  float w[V], b[V];
-  get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
-  if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
+// Elements [i, i + V) of what is normalised become those of the result; w: weights (get_weights), b: biases.
+template <int V>
+DC_GPU void norm_piece(float *f, const dc_norm_args &a, float mean, float rstd, const float *w, const float *b) {
   DC_UNROLL
   for (int j = 0; j < V; j++) {
     const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
@@ -216,75 +214,83 @@ DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
   each_of_row<T, WIDE>(x, a.cols, lane, [&](int64_t i, float *f) {
-    norm_piece<V, WIDE>(f, a, i, mean, rstd);
+    float w[V], b[V];
+    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+    if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
+    norm_piece<V>(f, a, mean, rstd, w, b);
     put<T, V, WIDE>(y, i, a.cols, f);
   });
 }
 
 // A row of up to N * ROW_SUMS elements whose lanes keep theirs, N pieces of V, in registers: memory is read once. Every
-// array can be read and written in whole pieces.
+// array can be read and written in whole pieces. All N pieces are written out, so the dtype of weights and biases, W,
+// is known at compile time: code for each would be more than a processor keeps.
 template <class T, int N> struct HeldRow {
-  static constexpr int V = Lane<T, ROW_SUMS>::width;
-  typename T::stored raw[N][V];
+  static constexpr int V = Lane<T, ROW_SUMS>::width, PER_WORD = 4 / (int)sizeof(typename T::stored);
+  uint32_t words[N][4]; // 16 bits have no register of their own
+  DC_GPU float value(int k, int j) const {
+    if constexpr (PER_WORD == 1) return __uint_as_float(words[k][j]);
+    else return T::up((uint16_t)(words[k][j / 2] >> (j % 2 * 16)));
+  }
+  // f(k, i) for each piece of this lane, from element i on.
+  template <class F> static DC_GPU void each(int64_t cols, int lane, F f) {
+    DC_UNROLL
+    for (int k = 0; k < N; k++)
+      if (lane * V + k * ROW_SUMS < cols) f(k, lane * V + k * ROW_SUMS);
+  }
   DC_GPU void load(const dc_norm_args &a, int64_t row, int lane) {
     const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
-    DC_UNROLL
-    for (int k = 0; k < N; k++) {
-      const int64_t i = lane * V + k * ROW_SUMS;
-      if (i < a.cols) load_wide<typename T::stored, V>(raw[k], x + i);
-    }
+    each(a.cols, lane, [&](int k, int i) { load_bytes16(words[k], x + i); });
     if (!a.residual) return;
     const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
     typename T::stored *to = row_to<T>(a.sum, a.cols, row);
-    DC_UNROLL
-    for (int k = 0; k < N; k++) {
-      const int64_t i = lane * V + k * ROW_SUMS;
-      if (i >= a.cols) continue;
-      float s[V], r[V];
-      get<T, V, true>(r, residual, i, a.cols);
+    each(a.cols, lane, [&](int k, int i) {
+      float s[V];
+      get_whole<T, V>(s, residual + i);
       DC_UNROLL
-      for (int j = 0; j < V; j++) s[j] = __fadd_rn(T::up(raw[k][j]), r[j]);
-      down_all<T, V>(raw[k], s);
-      store_wide<typename T::stored, V>(to + i, raw[k]);
-    }
+      for (int j = 0; j < V; j++) s[j] = __fadd_rn(value(k, j), s[j]);
+      Pack<typename T::stored, V> rounded;
+      down_all<T, V>(rounded.x, s);
+      memcpy(words[k], rounded.x, 16);
+      store<typename T::stored, V>(to + i, rounded);
+    });
   }
   DC_GPU void total(float *sum, int64_t cols, int lane) const {
     DC_UNROLL
     for (int j = 0; j < V; j++) sum[j] = 0.0f;
-    DC_UNROLL
-    for (int k = 0; k < N; k++) {
-      if (lane * V + k * ROW_SUMS >= cols) continue;
+    each(cols, lane, [&](int k, int) {
       DC_UNROLL
-      for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], T::up(raw[k][j]));
-    }
+      for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], value(k, j));
+    });
   }
   DC_GPU void squares(float *sum, int64_t cols, int lane, float mean) const {
     DC_UNROLL
     for (int j = 0; j < V; j++) sum[j] = 0.0f;
-    DC_UNROLL
-    for (int k = 0; k < N; k++) {
-      if (lane * V + k * ROW_SUMS >= cols) continue;
+    each(cols, lane, [&](int k, int) {
       DC_UNROLL
       for (int j = 0; j < V; j++) {
-        const float d = __fsub_rn(T::up(raw[k][j]), mean);
+        const float d = __fsub_rn(value(k, j), mean);
         sum[j] = __fmaf_rn(d, d, sum[j]);
       }
-    }
+    });
   }
-  DC_GPU void out(const dc_norm_args &a, int64_t row, int lane, float mean, float rstd) const {
+  template <class W> DC_GPU void out(const dc_norm_args &a, int64_t row, int lane, float mean, float rstd) const {
+    const auto *weight = static_cast<const typename W::stored *>(a.weight);
+    const auto *bias = static_cast<const typename W::stored *>(a.bias);
     typename T::stored *y = row_to<T>(a.y, a.cols, row);
     if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
     if (lane == 0) a.rstd[row] = canonical(rstd);
-    DC_UNROLL
-    for (int k = 0; k < N; k++) {
-      const int64_t i = lane * V + k * ROW_SUMS;
-      if (i >= a.cols) continue;
-      float f[V];
+    each(a.cols, lane, [&](int k, int i) {
+      float f[V], w[V], b[V];
+      if (weight) get_whole<W, V>(w, weight + i);
+      if (bias) get_whole<W, V>(b, bias + i);
       DC_UNROLL
-      for (int j = 0; j < V; j++) f[j] = T::up(raw[k][j]);
-      norm_piece<V, true>(f, a, i, mean, rstd);
-      put<T, V, true>(y, i, a.cols, f);
-    }
+      for (int j = 0; j < V; j++) f[j] = value(k, j), w[j] = weight ? __fadd_rn(w[j], a.offset) : 1.0f;
+      norm_piece<V>(f, a, mean, rstd, w, b);
+      Pack<typename T::stored, V> rounded;
+      down_all<T, V>(rounded.x, f);
+      store<typename T::stored, V>(y + i, rounded);
+    });
   }
 };
 

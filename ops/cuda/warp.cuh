@@ -71,6 +71,12 @@ DC_GPU float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// y, or 0 if that is less; NaN of a NaN.
+DC_GPU float not_above_0(float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(least) : "f"(y));
+  return least;
+}
 DC_GPU uint32_t high_half(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 #endif
 

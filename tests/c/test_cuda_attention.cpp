@@ -55,8 +55,9 @@ int run_forward(const dc_attention_args *args) {
     const AttPlan plan = att_forward_plan(*args, room_of_device);
     note(plan);
     launch(plan.units, plan.bytes, [&](int64_t unit, char *room) {
-      if (plan.sums == 64) att_forward<T, 8>(*args, plan, room, unit);
-      else att_forward<T, 16>(*args, plan, room, unit);
+      const bool plain = att_plain(*args);
+      if (plan.sums == 64) (plain ? att_forward<T, 8, true> : att_forward<T, 8, false>)(*args, plan, room, unit);
+      else (plain ? att_forward<T, 16, true> : att_forward<T, 16, false>)(*args, plan, room, unit);
     });
   });
   return DC_OK;
@@ -75,12 +76,16 @@ int run_backward(const dc_attention_grad_args *args) {
     note(of_q);
     note(of_kv);
     launch(of_q.units, of_q.bytes, [&](int64_t unit, char *room) {
-      if (of_q.sums == 64) att_grad_q<T, 8>(a, of_q, deltas.data(), room, unit);
-      else att_grad_q<T, 16>(a, of_q, deltas.data(), room, unit);
+      const bool plain = att_plain(a);
+      const auto narrow = plain ? att_grad_q<T, 8, true> : att_grad_q<T, 8, false>;
+      const auto broad = plain ? att_grad_q<T, 16, true> : att_grad_q<T, 16, false>;
+      (of_q.sums == 64 ? narrow : broad)(a, of_q, deltas.data(), room, unit);
     });
     launch(of_kv.units, of_kv.bytes, [&](int64_t unit, char *room) {
-      if (of_kv.sums == 64) att_grad_kv<T, 8>(a, of_kv, deltas.data(), room, unit);
-      else att_grad_kv<T, 16>(a, of_kv, deltas.data(), room, unit);
+      const bool plain = att_plain(a);
+      const auto narrow = plain ? att_grad_kv<T, 8, true> : att_grad_kv<T, 8, false>;
+      const auto broad = plain ? att_grad_kv<T, 16, true> : att_grad_kv<T, 16, false>;
+      (of_kv.sums == 64 ? narrow : broad)(a, of_kv, deltas.data(), room, unit);
     });
     if (!a.dbias) return;
     const AttPlan of_bias = att_grad_plan(ATT_DBIAS, a, room_of_device);

@@ -62,7 +62,7 @@ template <class T, bool WIDE> void run_norm(const dc_norm_args &a) {
 }
 
 // What norm_held_kernel does.
-template <class T, int N> void run_norm_held(const dc_norm_args &a) {
+template <class T, class W, int N> void run_norm_held(const dc_norm_args &a) {
   constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
   for (int64_t row = 0; row < a.rows; row++) {
     HeldRow<T, N> held[L];
@@ -72,7 +72,7 @@ template <class T, int N> void run_norm_held(const dc_norm_args &a) {
       m = sum_of_lanes<V, L, float>([&](int lane, float *x) { held[lane].total(x, a.cols, lane); }) / (float)a.cols;
     const float squares = sum_of_lanes<V, L, float>(
         [&](int lane, float *x) { held[lane].squares(x, a.cols, lane, m); });
-    for (int lane = 0; lane < L; lane++) held[lane].out(a, row, lane, m, norm_rstd(squares, a.cols, a.eps));
+    for (int lane = 0; lane < L; lane++) held[lane].template out<W>(a, row, lane, m, norm_rstd(squares, a.cols, a.eps));
   }
 }
 
@@ -137,8 +137,11 @@ TEST_F(CudaFused, NormAndItsGradient) {
           ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what;
           if (wide && cols <= 8 * ROW_SUMS) {
             for (Bytes *one : {&y2, &sum2, &mean2, &rstd2}) memset(one->data(), 0x5a, one->size);
-            if (k % 2) run_norm_held<T, 8>(a);
-            else run_norm_held<T, 16>(a);
+            with_low(wdt, [&](auto weights) {
+              using W = decltype(weights);
+              if (k % 2) run_norm_held<T, W, 8>(a);
+              else run_norm_held<T, W, 16>(a);
+            });
             ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what << ", held";
             held_runs++;
           }
