@@ -7,8 +7,8 @@ machine in one run, in turn.
 adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
 loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
 ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
-attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and FlexAttention
-         of the same blocks, compiled.
+attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and
+         FlexAttention of the same blocks, compiled.
 train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
 offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload.
 
