@@ -8,10 +8,11 @@ using dc_gpu::AttPlan;
 
 extern __shared__ __align__(16) char att_room[];
 
-// Blocks on one processor that registers are shared out for; four of the forward one, or three of the others, spill.
-enum { ATT_FORWARD_BLOCKS = 3, ATT_BLOCKS = 2 };
+// Blocks on one processor that registers are shared out for: what was fastest on an H200 (docs/lab/attention.md).
+enum { ATT_BLOCKS = 2 };
+template <class T, int N> constexpr int att_forward_blocks = N != 8 ? 2 : sizeof(typename T::stored) == 2 ? 4 : 3;
 template <class T, int N, bool PLAIN>
-__global__ void __launch_bounds__(dc_gpu::ATT_THREADS, N == 8 ? ATT_FORWARD_BLOCKS : ATT_BLOCKS)
+__global__ void __launch_bounds__(dc_gpu::ATT_THREADS, att_forward_blocks<T, N>)
     att_forward_kernel(const __grid_constant__ dc_attention_args a, const __grid_constant__ AttPlan plan) {
   for (int64_t unit = blockIdx.x; unit < plan.units; unit += gridDim.x)
     dc_gpu::att_forward<T, N, PLAIN>(a, plan, att_room, unit);

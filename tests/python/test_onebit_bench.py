@@ -3,6 +3,7 @@ measure."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from deepc.plan.predict.onebit import BACKWARD, PAYLOAD, Forecast, Kernels, Netw
 from ranks import on_nodes, run_ranks
 
 KERNELS = Kernels(1e-9, 2e-9, 0.5e-9)
-COSTS = {"pack": 1e-9, "serve": 2e-9, "unpack": 0.5e-9, "flops": 5e10}
+COSTS = {"pack": 1e-9, "serve": 2e-9, "unpack": 0.5e-9, "rotate": 0.4e-9, "flops": 5e10}
 
 
 def test_the_model_by_hand():
@@ -27,6 +28,8 @@ def test_the_model_by_hand():
     assert f.least == pytest.approx((2 + f.fp32 - 2 * BACKWARD) / (2 + f.onebit))
     whole = 0.15 * (2 + f.fp32) + 0.85 * (2 + f.onebit)
     assert f.of_a_run(0.15) == pytest.approx((2 + f.fp32) / whole) and f.of_a_run(1.0) == pytest.approx(1.0)
+    turning = forecast(25e6, 2.0, network, dataclasses.replace(KERNELS, rotate=0.4e-9))
+    assert turning.onebit == pytest.approx(f.onebit + 2 * 25e6 * 0.4e-9) and turning.fp32 == f.fp32
     fast = forecast(25e6, 2.0, Network(4, 2, 1e12), KERNELS)
     assert fast.onebit == pytest.approx(own, rel=1e-3) and fast.least < 1 < f.least  # packing costs, and nothing is won
     assert forecast(25e6, 2.0, Network(1, 8, 12.5e6), KERNELS).fp32 == 0.0
@@ -61,6 +64,11 @@ def test_what_is_shown_of_a_measurement():
     paper = onebit.conclude({**found, "network": None, "exchange": None}, 25e6, 0.5, 1000, 0.15)
     assert [r["bandwidth"] for r in paper["rows"]] == [onebit.parse_rate(t) for t in onebit.RATES]
     assert paper["rows"][0]["speedup"] > paper["rows"][-1]["speedup"] and "on paper" in onebit.show(paper)
+    turned = onebit.conclude({**found, "network": {"bandwidth": 12.5e6, "latency": 0.0}}, 25e6, 0.5, 1000, 0.15, True)
+    plain = onebit.conclude({**found, "network": {"bandwidth": 12.5e6, "latency": 0.0}}, 25e6, 0.5, 1000, 0.15)
+    assert turned["rows"][0]["onebit"] == pytest.approx(plain["rows"][0]["onebit"] + 2 * 25e6 * 0.4e-9)
+    assert turned["exchange"] == plain["exchange"]  # what was measured is not rotated
+    assert "twice a step" in onebit.show(turned) and "not counted" in onebit.show(plain)
 
 
 @pytest.mark.full
@@ -70,7 +78,7 @@ def test_on_paper(capsys, monkeypatch):
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["nodes"] == 3 and found["rows"][0]["bandwidth"] == 125e6 and found["job"]["compute"] == 0.1
-    assert all(0 < found["costs"][k] < 1e-6 for k in ("pack", "serve", "unpack")) and found["costs"]["flops"] > 1e8
+    assert all(0 < found["costs"][k] < 1e-6 for k in ("pack", "serve", "unpack", "rotate")) and found["costs"]["flops"] > 1e8
     for wrong in ("--nodes 1", "--parameters 0", "--warm-up 2", "--seconds -1", "--ranks 0"):
         assert main(["bench", "onebit", *wrong.split()]) == 2
     assert main(["bench", "--rate", "1gbit"]) == 2

@@ -182,10 +182,10 @@ def check_format(
             f"{type(optimizer).__name__} with ranks on {device} does not exist: its passes go over parameters and"
             " gradients of CPU ranks. Use those, or another optimizer"
         )
-    if rule is not None and rule.kind == ONEBIT and (device != "cpu" or on_disk):
+    if rule is not None and rule.kind == ONEBIT and on_disk:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from the memory of CPU"
-            " ranks. Use those, or another optimizer"
+            f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from memory. Remove the"
+            " offload, or use another optimizer"
         )
     if form and device != "cpu":
         raise UnsupportedError(

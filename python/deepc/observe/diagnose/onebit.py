@@ -7,6 +7,7 @@ computes and, in ranks on several nodes, the network and both exchanges; plan/pr
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -57,8 +58,8 @@ def show_rate(rate: float) -> str:
 
 # ---- what this machine costs -----------------------------------------------------------------------------------------
 def machine_costs(budget_s: float, nodes: int) -> dict[str, float]:
-    """In this process: seconds an element ("pack", "serve", "unpack"; serve: of `nodes` payloads), and "flops" of
-    matrix products in fp32 per second."""
+    """In this process: seconds an element ("pack", "serve", "unpack", "rotate"; serve: of `nodes` payloads), and
+    "flops" of matrix products in fp32 per second."""
     import torch
 
     from ...core.codecs import OneBit
@@ -69,11 +70,12 @@ def machine_costs(budget_s: float, nodes: int) -> dict[str, float]:
     payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
     codec.encode(payload, x, error)
     rows, server = payload.repeat(nodes, 1), torch.zeros(n)
-    each = budget_s / 4
+    each = budget_s / 5
     return {
         "pack": median_s(lambda: codec.encode(payload, x, error), each) / n,
         "serve": median_s(lambda: codec.average(payload, rows, server), each) / n,
         "unpack": median_s(lambda: codec.decode(out, payload), each) / n,
+        "rotate": median_s(lambda: torch.ops.deepc.rotate_blocks(out), each) / n,
         "flops": product_flops() / median_s(products(torch.float32), each),
     }
 
@@ -190,12 +192,19 @@ def _once(what: Any) -> float:
 
 # ---- what follows ----------------------------------------------------------------------------------------------------
 def conclude(
-    found: dict[str, Any], parameters: float, compute: float | None, tokens: float, warm_up: float
+    found: dict[str, Any],
+    parameters: float,
+    compute: float | None,
+    tokens: float,
+    warm_up: float,
+    rotated: bool = False,
 ) -> dict[str, Any]:
     """`found` with "job" and "rows": a forecast for each bandwidth, first the measured or given one. compute: seconds
-    of a step without any exchange; None: 6 operations a parameter and token, at the rate of matrix products here."""
+    of a step without any exchange; None: 6 operations a parameter and token, at the rate of matrix products here.
+    rotated: the optimizer's option."""
     costs, nodes, ranks = found["costs"], found["nodes"], found["ranks_per_node"]
-    kernels = Kernels(costs["pack"], costs["serve"], costs["unpack"])
+    exchange = Kernels(costs["pack"], costs["serve"], costs["unpack"])
+    kernels = dataclasses.replace(exchange, rotate=costs["rotate"]) if rotated else exchange
     step = compute if compute is not None else 6 * parameters * tokens / costs["flops"]
     given = found["network"]
     rates = [given["bandwidth"]] if given else []
@@ -225,7 +234,7 @@ def conclude(
         measured = {
             **measured,
             "model_fp32": seconds_fp32(measured["elements"], network),
-            "model_onebit": seconds_onebit(measured["elements"], network, kernels),
+            "model_onebit": seconds_onebit(measured["elements"], network, exchange),
         }
     return {
         **found,
@@ -235,6 +244,7 @@ def conclude(
             "compute": step,
             "tokens": None if compute is not None else tokens,
             "warm_up": warm_up,
+            "rotated": rotated,
         },
         "rows": rows,
         "break_even": break_even(parameters, step, some, kernels),
@@ -252,7 +262,8 @@ def show(found: dict[str, Any]) -> str:
         f"{nodes} nodes of {ranks} rank{'s' * (ranks > 1)}" + ("" if found["exchange"] else ", on paper"),
         (
             f"packing on each rank, ns an element: pack {c['pack'] * 1e9:.2f}, average of {nodes}"
-            f" {c['serve'] * 1e9:.2f}, unpack {c['unpack'] * 1e9:.2f}; matrix products {c['flops'] / 1e9:.3g} GFLOP/s"
+            f" {c['serve'] * 1e9:.2f}, unpack {c['unpack'] * 1e9:.2f}, rotate {c['rotate'] * 1e9:.2f}"
+            f" ({'twice a step' if job['rotated'] else 'not counted'}); matrix products {c['flops'] / 1e9:.3g} GFLOP/s"
         ),
     ]
     if (x := found["exchange"]) is not None:
@@ -304,6 +315,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=float, metavar="S", help="seconds that a step computes, instead of --tokens")
     parser.add_argument("--nodes", type=int, metavar="N", help="of the network on paper, with onebit (2)")
     parser.add_argument("--rate", metavar="RATE", help="what a node sends there, with onebit: 1gbit (several)")
+    parser.add_argument("--rotated", action="store_true", help="count what the option `rotated` costs, with onebit")
     parser.add_argument(
         "--warm-up", type=float, default=0.15, metavar="SHARE", help="of a run's steps, with onebit (0.15)"
     )
@@ -326,7 +338,7 @@ def run(args: argparse.Namespace) -> int:
         if nodes < 2 or args.ranks < 1:
             raise ArgumentError(f"--nodes {nodes} --ranks {args.ranks}: a network has at least 2 nodes of 1 rank")
         found = on_paper(nodes, args.ranks, parse_rate(args.rate) if args.rate else None, args.seconds)
-    done = conclude(found, args.parameters, args.step, args.tokens, args.warm_up)
+    done = conclude(found, args.parameters, args.step, args.tokens, args.warm_up, args.rotated)
     if found.get("rank", 0) == 0:
         print(json.dumps(done, indent=1) if args.json else show(done), flush=True)
     if in_a_run:

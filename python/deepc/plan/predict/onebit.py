@@ -34,11 +34,13 @@ class Network:
 @dataclass(frozen=True)
 class Kernels:
     """Seconds an element on one rank while the others of its node do the same. pack: with the worker's error; serve:
-    averaging what the nodes sent, with the server's error; unpack."""
+    averaging what the nodes sent, with the server's error; unpack. rotate: what is sent, before and again after (the
+    option `rotated`); 0: it is not."""
 
     pack: float
     serve: float
     unpack: float
+    rotate: float = 0.0
 
 
 def seconds_fp32(n: float, network: Network) -> float:
@@ -54,10 +56,10 @@ def seconds_packing(n: float, network: Network, kernels: Kernels) -> float:
 
 
 def seconds_onebit(n: float, network: Network, kernels: Kernels) -> float:
-    """Of a 1-bit all-reduce of n elements."""
+    """Of a 1-bit all-reduce of n elements, which nothing is beside while they are rotated."""
     chunks = max(1, round(n / CHUNK))
     wire, own = network.crossing(PAYLOAD * n, chunks), seconds_packing(n, network, kernels)
-    return max(wire, own) + min(wire, own) / chunks
+    return max(wire, own) + min(wire, own) / chunks + 2 * n * kernels.rotate
 
 
 @dataclass(frozen=True)
