@@ -21,6 +21,7 @@ namespace dc_gpu {
 
 enum { ATT_THREADS = 128, ATT_TILE = 64, ATT_RUN = 16, ATT_RUNS = ATT_TILE / ATT_RUN };
 enum { ATT_AHEAD = 2 * ATT_THREADS }; // runs that are looked at together
+enum { ATT_NONE = 1 << 30 }; // the first row of no run: behind the last of every array
 enum { ATT_SUMS = 128, ATT_P_PITCH = ATT_TILE + 4 }; // columns of a result at most, in a unit; see AttPlan
 #define ATT_LOG2E 1.44269504088896341f
 #define ATT_LN2 0.69314718055994531f
@@ -32,7 +33,8 @@ struct AttSight { // of one head
   const int32_t *q_group, *k_group; // NULL: one group
   const void *bias;
   int64_t bias_at, bias_row, far; // elements; far: the diagonal
-  int block, across, rows, keys, diagonal, window, bias_dtype;
+  int across, rows, keys, diagonal, window, bias_dtype; // across: blocks of keys
+  uint32_t inverse; // of the runs in a block, times 2^32; 0: one
   bool causal, sloped;
   float slope, unit; // in units of scores before they are scaled
   uint32_t key[2], who[2], threshold; // dropout: see ref/attention.h
@@ -46,10 +48,12 @@ template <bool PLAIN, class Args> DC_GPU AttSight att_sight(const Args &a, uint3
   AttSight s;
   s.rows = (int)a.rows, s.keys = (int)a.keys, s.far = a.diagonal;
   s.diagonal = (int)(a.diagonal < least ? least : a.diagonal > most ? most : a.diagonal);
-  s.causal = a.causal != 0, s.window = (int)m.window, s.block = m.layout ? (int)m.block : 1;
-  s.across = (s.keys + s.block - 1) / s.block;
+  s.causal = a.causal != 0, s.window = (int)m.window;
+  const int block = m.layout ? (int)m.block : (int)ATT_RUN;
+  s.across = (s.keys + block - 1) / block,
+  s.inverse = block == ATT_RUN ? 0 : 0xffffffffu / (uint32_t)(block / ATT_RUN) + 1;
   const int64_t of_head = m.layout_heads == 1 ? 0 : h;
-  s.layout = m.layout ? m.layout + of_head * ((s.rows + s.block - 1) / s.block) * s.across : nullptr;
+  s.layout = m.layout ? m.layout + of_head * ((s.rows + block - 1) / block) * s.across : nullptr;
   s.q_group = m.q_group ? m.q_group + b * a.rows : nullptr;
   s.k_group = m.k_group ? m.k_group + b * a.keys : nullptr;
   s.sloped = m.slope != nullptr;
@@ -78,10 +82,18 @@ DC_GPU void att_span(const int32_t *group, int begin, int end, int *low, int *hi
     *high = group[i] > *high ? group[i] : *high;
   }
 }
-// Of queries [i, i + ATT_RUN) and keys [j, j + ATT_RUN).
+// The number of the layout's block that row or key x, at the beginning of a run, is in.
+DC_GPU int att_block_of(const AttSight &s, int x) {
+  const uint32_t run = (uint32_t)x / ATT_RUN;
+  return (int)(s.inverse ? high_half(run, s.inverse) : run);
+}
+// Whether there are queries [i, i + ATT_RUN) and keys [j, j + ATT_RUN), and the layout shows them to each other.
+DC_GPU bool att_shown(const AttSight &s, int i, int j) {
+  if (i >= s.rows || j >= s.keys) return false;
+  return !s.layout || s.layout[(int64_t)att_block_of(s, i) * s.across + att_block_of(s, j)];
+}
+// Of queries [i, i + ATT_RUN) and keys [j, j + ATT_RUN) that are shown.
 DC_GPU int att_part(const AttSight &s, int i, int j) {
-  if (i >= s.rows || j >= s.keys) return ATT_HIDDEN;
-  if (s.layout && !s.layout[(int64_t)(i / s.block) * s.across + j / s.block]) return ATT_HIDDEN;
   const int first = i + s.diagonal, last = first + ATT_RUN - 1, j_last = j + ATT_RUN - 1;
   if (s.causal && j > last) return ATT_HIDDEN;
   if (s.window && j_last <= first - s.window) return ATT_HIDDEN;
@@ -182,10 +194,10 @@ inline AttPlan att_plan(AttKind kind, int64_t own_rows, int64_t heads, int64_t d
   p.units = p.tiles * heads * p.groups;
   return p;
 }
-// Whether rows may be read or written 16 bytes at a time.
+// Whether rows may be read or written 16 bytes at a time, from one to the next by 32 bits.
 inline bool att_wide(const void *p, const int64_t *stride, int64_t dim, int size) {
   const int64_t all = stride[0] | stride[1] | stride[2] | dim;
-  return (uintptr_t)p % 16 == 0 && all * size % 16 == 0;
+  return (uintptr_t)p % 16 == 0 && all * size % 16 == 0 && stride[2] <= INT32_MAX;
 }
 // What is the same of both calls; `size` gets the bytes of an element.
 template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size, AttRoom room) {
@@ -242,36 +254,44 @@ DC_GPU int att_width(int dim, int column, int most) {
   return left < 0 ? 0 : left < most ? left : most;
 }
 
-// ATT_TILE rows, runs that begin at row first(run) of the array (below 0: none), columns from `column` on, come to
-// shared memory: they are there after copies_wait, and for others after a barrier.
+// ATT_TILE rows, runs that begin at row first(run) of the array (ATT_NONE: no run), columns from `column` on, come to
+// shared memory: they are there after copies_wait, and for others after a barrier. A copy is a handful of instructions:
+// they are a large part of all (docs/lab/attention.md).
 template <class S, class R>
 DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int column, R first) {
   constexpr int V = 16 / (int)sizeof(S);
   int log = 0; // of the vectors across, a power of two: the last ones may have nothing to do
   while (V << log < width) log++;
   const int thread = block_thread(), begin = thread >> log, step = ATT_THREADS >> log;
-  const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c;
-  if (c >= width) return;
-  DC_UNROLL
-  for (int run = 0; run < ATT_RUNS; run++) {
-    const int start = first(run);
-    for (int r = begin; r < ATT_RUN; r += step) {
-      const bool there = start >= 0 && start + r < x.count && columns > 0;
-      const S *from = there ? x.at + (start + r) * x.stride + column + c : x.at;
-      S *place = to + (run * ATT_RUN + r) * pitch + c;
-      if (x.wide) copy_ahead16(place, from, there);
-      else
-        for (int k = 0; k < V; k++) place[k] = there && k < columns ? from[k] : (S)0;
-    }
+  const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c, stride = (int)x.stride;
+  if (c >= width || begin >= ATT_RUN) return;
+  const int count = columns > 0 ? x.count : 0;
+  const S *from = x.at + column + c;
+  S *place = to + begin * pitch + c;
+  const auto copy = [&](S *at, int row) {
+    copy_ahead16(at, from + (row < count ? (int64_t)row * stride : 0), row < count);
+  };
+  if (x.wide && step >= ATT_RUN) { // a thread has one row of each run
+    DC_UNROLL
+    for (int run = 0; run < ATT_RUNS; run++) copy(place + run * ATT_RUN * pitch, first(run) + begin);
+    return;
   }
+  for (int run = 0; run < ATT_RUNS; run++)
+    for (int r = begin; r < ATT_RUN; r += step) {
+      const int row = first(run) + r;
+      S *at = place + (run * ATT_RUN + r - begin) * pitch;
+      if (x.wide) copy(at, row);
+      else
+        for (int k = 0; k < V; k++) at[k] = row < count && k < columns ? from[row * x.stride + k] : (S)0;
+    }
 }
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 struct AttStage {
-  const int *first; // [ATT_RUNS] rows of the runs, in shared memory; below 0: none
+  const int *first; // [ATT_RUNS] rows of the runs, in shared memory, or ATT_NONE
   uint32_t parts; // what this warp sees of each, a byte each
   DC_GPU int part(int run) const { return (int)(parts >> (8 * run) & 255u); }
-  DC_GPU int row(int r) const { return first[r / ATT_RUN] < 0 ? -1 : first[r / ATT_RUN] + r % ATT_RUN; }
+  DC_GPU int row(int r) const { return first[r / ATT_RUN] + r % ATT_RUN; }
   DC_GPU bool all(void) const { return ((parts - 0x01010101u) & ~parts & 0x80808080u) == 0; } // none is hidden
   DC_GPU bool whole(void) const { return parts == ATT_WHOLE * 0x01010101u; }
 };
@@ -288,15 +308,25 @@ DC_GPU AttStage att_stage(const AttRuns *runs, int at) {
 // candidate of each half.
 template <bool TURNED> DC_GPU void att_look(AttRuns *runs, const AttSight &s, int own, int begin, int end) {
   const int thread = block_thread();
-  uint32_t seen[2];
-  block_sync(); // the stages before have been read
+  uint32_t seen[2] = {0, 0}, shown = 0; // shown: bit ATT_RUNS * half + warp; all of the layout is under way at once
   DC_UNROLL
   for (int half = 0; half < 2; half++) {
     const int candidate = begin + half * ATT_THREADS + thread, run = candidate * ATT_RUN;
-    seen[half] = 0;
-    for (int warp = 0; warp < ATT_RUNS && candidate < end; warp++) {
+    DC_UNROLL
+    for (int warp = 0; warp < ATT_RUNS; warp++) {
       const int mine = own + warp * ATT_RUN;
-      seen[half] |= (uint32_t)(TURNED ? att_part(s, run, mine) : att_part(s, mine, run)) << (8 * warp);
+      const bool yes = candidate < end && (TURNED ? att_shown(s, run, mine) : att_shown(s, mine, run));
+      shown |= (uint32_t)yes << (ATT_RUNS * half + warp);
+    }
+  }
+  block_sync(); // the stages before have been read
+  DC_UNROLL
+  for (int half = 0; half < 2; half++) {
+    const int run = (begin + half * ATT_THREADS + thread) * ATT_RUN;
+    for (int warp = 0; warp < ATT_RUNS; warp++) {
+      const int mine = own + warp * ATT_RUN;
+      if (shown >> (ATT_RUNS * half + warp) & 1u)
+        seen[half] |= (uint32_t)(TURNED ? att_part(s, run, mine) : att_part(s, mine, run)) << (8 * warp);
     }
     const uint32_t mask = ballot(seen[half] != 0);
     if (thread % WARP == 0) runs->mask[(half * ATT_THREADS + thread) / WARP] = mask;
@@ -311,7 +341,7 @@ template <bool TURNED> DC_GPU void att_look(AttRuns *runs, const AttSight &s, in
     at += seen[half] != 0;
     if (candidate == ATT_AHEAD - 1) {
       runs->count = at;
-      for (; at % ATT_RUNS; at++) runs->part[at] = 0, runs->first[at] = -1;
+      for (; at % ATT_RUNS; at++) runs->part[at] = 0, runs->first[at] = ATT_NONE;
     }
   }
   block_sync();
@@ -710,13 +740,13 @@ template <class T> DC_GPU float att_delta(const dc_attention_grad_args &a, int64
   return sum;
 }
 
-// Query i's log of the sum, in the units of scores, and its delta; of none (i below 0, or behind the last) what makes
+// Query i's log of the sum, in the units of scores, and its delta; of none (behind the last) what makes
 // its probabilities 0.
 template <class T>
 DC_GPU void att_query(const dc_attention_grad_args &a, const float *deltas, int64_t b, int64_t h, int i, float *lse,
                       float *delta) {
   const int64_t of_head = (b * a.heads + h) * a.rows;
-  const bool there = i >= 0 && i < a.rows;
+  const bool there = i < a.rows;
   *lse = there ? __fmul_rn(a.lse[of_head + i], att_units<T>()) : INFINITY;
   *delta = there ? deltas[of_head + i] : 0.0f;
 }
@@ -876,7 +906,8 @@ DC_GPU bool att_bias_stage(AttRuns *runs, const AttSight &s, int i, int j, AttSt
   const int thread = block_thread(), run = thread / ATT_RUNS, warp = thread % ATT_RUNS;
   block_sync(); // the tile before has been read
   if (run < ATT_RUNS) {
-    const int part = att_part(s, i + warp * ATT_RUN, j + run * ATT_RUN);
+    const int row = i + warp * ATT_RUN, key = j + run * ATT_RUN;
+    const int part = att_shown(s, row, key) ? att_part(s, row, key) : (int)ATT_HIDDEN;
     reinterpret_cast<uint8_t *>(runs->part)[thread] = (uint8_t)part;
     if (warp == 0) runs->first[run] = j + run * ATT_RUN;
   }
