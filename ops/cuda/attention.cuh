@@ -263,13 +263,14 @@ DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int colum
   int log = 0; // of the vectors across, a power of two: the last ones may have nothing to do
   while (V << log < width) log++;
   const int thread = block_thread(), begin = thread >> log, step = ATT_THREADS >> log;
-  const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c, stride = (int)x.stride;
+  const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c;
   if (c >= width || begin >= ATT_RUN) return;
   const int count = columns > 0 ? x.count : 0;
+  const uint32_t stride = (uint32_t)x.stride;
   const S *from = x.at + column + c;
   S *place = to + begin * pitch + c;
   const auto copy = [&](S *at, int row) {
-    copy_ahead16(at, from + (row < count ? (int64_t)row * stride : 0), row < count);
+    copy_ahead16(at, from + (row < count ? (uint64_t)(uint32_t)row * stride : 0), row < count);
   };
   if (x.wide && step >= ATT_RUN) { // a thread has one row of each run
     DC_UNROLL
