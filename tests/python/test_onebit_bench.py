@@ -78,7 +78,10 @@ def test_on_paper(capsys, monkeypatch):
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["nodes"] == 3 and found["rows"][0]["bandwidth"] == 125e6 and found["job"]["compute"] == 0.1
-    assert all(0 < found["costs"][k] < 1e-6 for k in ("pack", "serve", "unpack", "rotate")) and found["costs"]["flops"] > 1e8
+    assert (
+        all(0 < found["costs"][k] < 1e-6 for k in ("pack", "serve", "unpack", "rotate"))
+        and found["costs"]["flops"] > 1e8
+    )
     for wrong in ("--nodes 1", "--parameters 0", "--warm-up 2", "--seconds -1", "--ranks 0"):
         assert main(["bench", "onebit", *wrong.split()]) == 2
     assert main(["bench", "--rate", "1gbit"]) == 2
