@@ -79,6 +79,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_update": 1.0,
         },
     ),
+    "ZeroOneAdam preconditioned": (
+        "adam",
+        {
+            "var_freeze_step": 0.2,
+            "var_update_scaler": 16,
+            "local_step_scaler": 0.25,
+            "local_step_clipper": 4,
+            "max_update": 1.0,
+            "preconditioned": True,
+        },
+    ),
+    "OneBitAdam preconditioned": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "preconditioned": True}),
+    "OneBitAdam preconditioned rotated": (
+        "adam",
+        {"freeze_step": 0.2, "max_update": 1.0, "preconditioned": True, "rotated": True},
+    ),
     "OneBitLamb auto": ("lamb", {"freeze_step": "auto", "max_update": 1.0}),
     "Lamb": ("lamb", {}),
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),

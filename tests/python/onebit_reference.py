@@ -133,7 +133,11 @@ class OneBitAdam:
                 r["p"], r["exp_avg"], r["exp_avg_sq"] = (list(x) for x in zip(*new))
             return out
         local = [[o["b1"] * m + (1 - o["b1"]) * g for m, g in zip(r["exp_avg"], gs)] for r, gs in zip(out, grads)]
+        roots = [np.sqrt(v) + o["eps"] if o.get("preconditioned") else 1.0 for v in out[0]["exp_avg_sq"]]
+        most = o["max_update"] if o.get("preconditioned") else np.inf  # of a step, before it travels and after
+        local = [[np.clip(x / root, -most, most) for x, root in zip(xs, roots)] for xs in local]
         m, workers, servers = self.mean(local, before, after)
+        m = [np.clip(x, -most, most) * root for x, root in zip(m, roots)]
         for k, r in enumerate(out):
             r["exp_avg"], r["worker"], r["server"] = m, workers[k], servers[k]
             self.apply(r, before[k])
@@ -265,10 +269,14 @@ class ZeroOneAdam(OneBitAdam):
             r["base"] = [p - u for p, u in zip(r["p"], r["momentum_accumulator"])]
             r["p"] = [p + s for p, s in zip(r["p"], steps)]
             r["momentum_accumulator"] = [u + s for u, s in zip(r["momentum_accumulator"], steps)]
-            moved.append([u * (np.sqrt(v) + o["eps"]) for u, v in zip(r["momentum_accumulator"], r["exp_avg_sq"])])
+            roots = [np.sqrt(v) + o["eps"] for v in r["exp_avg_sq"]]
+            sent = [1.0] * len(roots) if o.get("preconditioned") else roots
+            moved.append([u * root for u, root in zip(r["momentum_accumulator"], sent)])
         if t % n["local_interval"]:
             return out
         mean, workers, servers = self.mean(moved, before, after)
+        if o.get("preconditioned"):
+            mean = [x * root for x, root in zip(mean, roots)]
         lrs = n["lrs"][0] + o["lr"]
         for k, r in enumerate(out):
             r["worker"], r["server"] = workers[k], servers[k]

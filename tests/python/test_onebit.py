@@ -168,6 +168,20 @@ def test_every_step_with_rotated_momentum_is_the_papers(name, world, more):
     check_against_paper(name, world, 20, **more, rotated=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "more"),
+    [
+        ("OneBitAdam", 2, {"max_update": 0.7}),
+        ("ZeroOneAdam", 2, {"max_update": 1e6}),
+        pytest.param("OneBitAdam", 4, {"rotated": True, "max_update": 0.7}, marks=full),
+        pytest.param("ZeroOneAdam", 4, {"rotated": True, "max_update": 1e6}, marks=full),
+        pytest.param("ZeroOneAdam", 1, {"max_update": 1e6}, marks=full),
+    ],
+)
+def test_every_step_with_momentum_that_travels_over_the_root(name, world, more):
+    check_against_paper(name, world, 20, **more, preconditioned=True)
+
+
 @full
 def test_nodes_rotate_momentum():
     check_against_paper("OneBitAdam", 2, 12, 2, hierarchical=True, rotated=True)
@@ -311,6 +325,7 @@ LOCAL = dict(var_freeze_step=3, local_step_scaler=1, local_step_clipper=4)
         ("OneBitAdam", {"freeze_step": 2}, "bf16"),
         pytest.param("OneBitAdam", {"freeze_step": 2, "rotated": True}, "bf16", marks=full),
         pytest.param("ZeroOneAdam", {**LOCAL, "rotated": True}, "bf16", marks=full),
+        pytest.param("ZeroOneAdam", {**LOCAL, "preconditioned": True, "max_update": 1.0}, "fp32", marks=full),
         pytest.param("OneBitLamb", {"freeze_step": 3}, "fp32", marks=full),
         pytest.param("OneBitLamb", {"freeze_step": 3, "ratios": "live", "max_update": 1.0}, "fp32", marks=full),
         pytest.param("ZeroOneAdam", LOCAL, "bf16", marks=full),  # saved between two synchronisations
@@ -356,8 +371,9 @@ def test_a_checkpoint_of_other_ratios_after_the_freeze_is_refused():
         OneBitLamb([p], freeze_step=1, max_update=1.0, ratios="live").load_state_dict(paper.state_dict())
 
 
-def _framed(rank, world):
-    """state_dicts of the warm-up and of after the freeze, rotated and not, loaded into either. What was refused."""
+def _framed(rank, world, option):
+    """state_dicts of the warm-up and of after the freeze, with `option` and without, loaded into either. What was
+    refused."""
     from deepc.errors import ArgumentError
     from deepc.optim import OneBitAdam
 
@@ -366,13 +382,13 @@ def _framed(rank, world):
             p.grad = torch.randn(3000, generator=torch.Generator().manual_seed(10 * step + rank))
             opt.step()
 
-    def fresh(values, rotated):
+    def fresh(values, on):
         p = torch.nn.Parameter(values.clone())
-        return p, OneBitAdam([p], lr=1e-2, freeze_step=2, hierarchical=False, rotated=rotated)
+        return p, OneBitAdam([p], lr=1e-2, freeze_step=2, hierarchical=False, max_update=9.0, **{option: on})
 
     refused = []
-    for rotated in (False, True):
-        p, opt = fresh(torch.linspace(-1, 1, 3000), rotated)
+    for on in (False, True):
+        p, opt = fresh(torch.linspace(-1, 1, 3000), on)
         for end in (2, 4):
             train(p, opt, opt.method.steps if opt.method else 0, end)
             saved, at = copy.deepcopy(opt.state_dict()), p.detach().clone()
@@ -381,9 +397,9 @@ def _framed(rank, world):
                 try:
                     again.load_state_dict(saved)
                 except ArgumentError as exc:
-                    refused.append((rotated, end, other, str(exc)))
+                    refused.append((on, end, other, str(exc)))
                     continue
-                if other == rotated and end == 4:
+                if other == on and end == 4:
                     train(q, again, 4, 6)
                     went_on = q
         train(p, opt, 4, 6)
@@ -391,10 +407,11 @@ def _framed(rank, world):
     return refused
 
 
-def test_a_checkpoint_goes_on_with_the_same_rotation_only():
-    for refused in run_ranks(_framed, 2):
+@pytest.mark.parametrize("option", ["rotated", "preconditioned"])
+def test_a_checkpoint_goes_on_in_the_same_frame_only(option):
+    for refused in run_ranks(_framed, 2, args=(option,)):
         assert [r[:3] for r in refused] == [(False, 4, True), (True, 4, False)]
-        assert "saved with rotated=False" in refused[0][3] and "Load it with rotated=True" in refused[1][3]
+        assert f"saved with {option}=False" in refused[0][3] and f"Load it with {option}=True" in refused[1][3]
 
 
 def test_a_checkpoint_of_nodes_goes_on_and_loads_into_other_workers(tmp_path):
@@ -596,6 +613,8 @@ def _refused(rank, world, raw):
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"max_update": 0}}}, "max_update=0"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"rotated": "yes"}}}, "rotated='yes'|True or False"),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"preconditioned": 1}}}, "preconditioned=1|True or False"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"preconditioned": True}}}, "needs max_update|Set it"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"frozen_step": 1}}}, "frozen_step|freeze_step"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "life"}}}, "ratios='life'|frozen, live"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "live"}}}, "needs max_update|Set it"),

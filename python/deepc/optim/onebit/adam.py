@@ -9,7 +9,7 @@ import torch
 
 from .exchange import Exchange
 from .freeze import AUTO, Freeze
-from .method import Item, Method, Zeros, apply_momentum
+from .method import Item, Method, Zeros, apply_momentum, root_of
 
 
 class Frozen(Method):
@@ -40,6 +40,20 @@ class Frozen(Method):
                 " their momentum in 1 bit an element"
             )
 
+    def travel_as_steps(self, moving: Sequence[Item]) -> None:
+        """What travels is the bounded momentum over the frozen variance's root, and comes back as momentum: linear, so
+        its mean is the mean step. What is left out is sent in the same units, and then is as it was."""
+        there = set(map(id, moving))
+        before = [(i.states["exp_avg"], i.states["exp_avg"].clone()) for i in self.sent if id(i) not in there]
+        for item in self.sent:
+            self.bound(item, item.states["exp_avg"])
+            item.states["exp_avg"].div_(root_of(item))
+        self.travel(moving)
+        for item in moving:
+            item.states["exp_avg"].mul_(root_of(item))
+        for state, values in before:
+            state.copy_(values)
+
     def _norm(self) -> float:
         mine = sum(float(i.states["exp_avg_sq"].sum(dtype=torch.float64)) for i in self.sent)
         return self.exchange.agreed([mine])[0]
@@ -57,8 +71,8 @@ class Frozen(Method):
 
 class OneBitAdamMethod(Frozen):
     """Until the freeze Adam on averaged gradients; after it each rank adds its own gradient to the momentum, the ranks
-    average that in 1 bit, and the step divides it by the frozen variance's root. Groups with non_freeze: Adam on
-    gradients that are averaged without compression throughout."""
+    average that in 1 bit, and the step divides it by the frozen variance's root; preconditioned: they average that
+    quotient. Groups with non_freeze: Adam on gradients that are averaged without compression throughout."""
 
     title = "1-bit Adam"
 
@@ -75,7 +89,10 @@ class OneBitAdamMethod(Frozen):
             self.exchange.mean([i.grad for i in whole if i.grad is not None])
             self.adam(whole, scale)
         self.add_gradients(items, scale)
-        self.travel(items)
+        if self.preconditioned:
+            self.travel_as_steps(items)
+        else:
+            self.travel(items)
         for item in items:
             item.masked(item.states["exp_avg"])
             self.bound(item, item.states["exp_avg"])

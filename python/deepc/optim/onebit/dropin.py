@@ -56,8 +56,15 @@ class OneBitOptimizer(Optimizer):
             check_range(f"betas[{i}]", beta, 1.0)
         if options["max_update"] is not None and not float(options["max_update"]) > 0:
             raise ArgumentError(f"max_update={options['max_update']!r}: it must be above 0, or None")
-        if not isinstance(options["rotated"], bool):
-            raise ArgumentError(f"rotated={options['rotated']!r}: it must be True or False")
+        for key in ("rotated", "preconditioned"):
+            if not isinstance(options.get(key, False), bool):
+                raise ArgumentError(f"{key}={options[key]!r}: it must be True or False")
+        if options.get("preconditioned") and options["max_update"] is None:
+            raise ArgumentError(
+                f"{name}(preconditioned=True) needs max_update: an element whose variance was near zero when it was"
+                " frozen would have a step of many times the others', and its block's magnitude would be its own. Set"
+                " it; 1.0 is about the largest that Adam makes by itself"
+            )
         self.options, self.group, self.average_gradients = options, group, average_gradients
         self.hierarchical = bool(hierarchical)
         defaults["betas"] = tuple(float(b) for b in defaults["betas"])
@@ -278,12 +285,14 @@ class OneBitAdam(OneBitOptimizer):
     freeze_step: or "auto", when the variance is stable: its norm changed by less than 1 - var_freeze_threshold in
     1 / (1 - beta2) steps. max_update: bound on an element's exp_avg over the root of its variance where it came in 1
     bit; None: none, as in the paper. rotated (deepc's own): what travels is rotated before it is sent (dc_rotate of
-    ops/ops.h) and back after, so that 1 bit keeps as much of momentum with heavy tails as of normal numbers. Keys of
-    param groups: `exp_avg_mask` (1 where there are gradients, 0 where there never are), `non_freeze` (True: gradients
-    averaged without compression throughout). group: the torch.distributed group of the ranks. hierarchical: ranks of
-    one node average exactly, through its memory, and a node is a worker; False: every rank is one, as in the paper.
-    average_gradients: the warm-up averages them here; False: somebody has (DistributedDataParallel). bias_correction,
-    cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
+    ops/ops.h) and back after, so that 1 bit keeps as much of momentum with heavy tails as of normal numbers.
+    preconditioned (deepc's own): what travels is momentum over the frozen variance's root, and not momentum, so that a
+    block's one magnitude is that of steps; max_update must be set. Keys of param groups: `exp_avg_mask` (1 where there
+    are gradients, 0 where there never are), `non_freeze` (True: gradients averaged without compression throughout).
+    group: the torch.distributed group of the ranks. hierarchical: ranks of one node average exactly, through its
+    memory, and a node is a worker; False: every rank is one, as in the paper. average_gradients: the warm-up averages
+    them here; False: somebody has (DistributedDataParallel). bias_correction, cuda_aware, comm_backend_name: without
+    effect, as DeepSpeed's here.
     """
 
     kind = OneBitAdamMethod
@@ -306,6 +315,7 @@ class OneBitAdam(OneBitOptimizer):
         var_freeze_threshold: float = 0.96,
         max_update: float | None = None,
         rotated: bool = False,
+        preconditioned: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
@@ -314,7 +324,7 @@ class OneBitAdam(OneBitOptimizer):
         options: dict[str, Any] = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        options.update(max_update=max_update, rotated=rotated)
+        options.update(max_update=max_update, rotated=rotated, preconditioned=preconditioned)
         self._start(params, defaults, options, refused, group, average_gradients, hierarchical)
 
 
@@ -401,7 +411,8 @@ class ZeroOneAdam(OneBitOptimizer):
 
     var_freeze_step: the last step at which the variance may be updated. var_update_scaler: so many updates until the
     interval between them doubles (kappa). local_step_scaler: so many steps until the interval between two
-    synchronisations doubles, local_step_clipper: its largest (H)."""
+    synchronisations doubles, local_step_clipper: its largest (H). preconditioned: once the variance is
+    frozen."""
 
     kind = ZeroOneAdamMethod
 
@@ -425,6 +436,7 @@ class ZeroOneAdam(OneBitOptimizer):
         *,
         max_update: float | None = None,
         rotated: bool = False,
+        preconditioned: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
@@ -439,7 +451,7 @@ class ZeroOneAdam(OneBitOptimizer):
             check_freeze_step(name, value, auto=False)
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        options.update(max_update=max_update, rotated=rotated)
+        options.update(max_update=max_update, rotated=rotated, preconditioned=preconditioned)
         self._start(params, defaults, options, refused, group, average_gradients, hierarchical)
 
 

@@ -152,7 +152,7 @@ class LiveLambMethod(OneBitLambMethod):
     def _after(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
         moving = [item for _, item in items]
         self.add_gradients(moving, scale)
-        self.travel(moving)
+        self.travel_as_steps(moving)
         work = [(self.of[i], item) for i, item in items]
         # whole parameters one after the other, so that one update is there at a time; pieces of them together
         for some in [work] if self.in_pieces else [[one] for one in work]:
@@ -164,19 +164,6 @@ class LiveLambMethod(OneBitLambMethod):
             self.coefficients += ratios.values()
             for (k, item), update in zip(some, updates):
                 item.param.add_(update, alpha=-float(item.group["lr"]) * ratios[k])
-
-    def travel(self, moving: Sequence[Item]) -> None:
-        """What is left out is sent in the same units, and then is as it was."""
-        there = set(map(id, moving))
-        before = [(i.states["exp_avg"], i.states["exp_avg"].clone()) for i in self.sent if id(i) not in there]
-        for item in self.sent:
-            self.bound(item, item.states["exp_avg"])
-            item.states["exp_avg"].div_(root_of(item))
-        super().travel(moving)
-        for item in moving:
-            item.states["exp_avg"].mul_(root_of(item))
-        for state, values in before:
-            state.copy_(values)
 
     def _live_update(self, item: Item) -> torch.Tensor:
         """[n] the step over lr and ratio."""

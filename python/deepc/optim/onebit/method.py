@@ -23,6 +23,10 @@ from .places import Places
 logger = logging.getLogger("deepc")
 NO_CORRECTION = 1 << 40  # a number of a step at which no bias is left to correct: the papers' Adam has none
 Zeros = Callable[[int], torch.Tensor]  # [n] fp32, on the device of the parameters
+_FRAME = {  # option -> what errors are of without it, and with it
+    "rotated": ("of momentum that was not rotated", "of rotated momentum"),
+    "preconditioned": ("of momentum", "of momentum over the variance's root"),
+}
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Method(abc.ABC):
         """wholes: 0: every item is one."""
         self.max_update = float(options["max_update"] or 0.0)
         self.rotated = bool(options["rotated"])
+        self.preconditioned = bool(options.get("preconditioned", False))  # what travels is steps, not momentum
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.wholes, self.of = wholes or len(items), [i if x.whole is None else x.whole for i, x in enumerate(items)]
         self.steps = 0
@@ -122,18 +127,18 @@ class Method(abc.ABC):
         return self.exchange.errors()
 
     def frame(self) -> dict[str, Any]:
-        """Of `numbers`: what the errors are of, where it is not the elements themselves."""
-        return {"rotated": True} if self.rotated else {}
+        """Of `numbers`: what the errors are of, where it is not momentum itself."""
+        return {name: True for name in _FRAME if getattr(self, name)}
 
     def check_frame(self, saved: Mapping[str, Any]) -> None:
         """Before errors of a checkpoint are taken whose numbers are `saved`."""
-        then = bool(saved.get("rotated"))
-        if then != self.rotated and self.exchange.world > 1:
-            raise ArgumentError(
-                f"rotated={self.rotated}: the checkpoint was saved with rotated={then}, and what its ranks owe is of"
-                f" {'rotated momentum' if then else 'momentum that was not rotated'}. Load it with rotated={then}, or"
-                " one of before the first exchange in 1 bit"
-            )
+        for name, words in _FRAME.items():
+            mine, then = getattr(self, name), bool(saved.get(name))
+            if then != mine and self.exchange.world > 1:
+                raise ArgumentError(
+                    f"{name}={mine}: the checkpoint was saved with {name}={then}, and what its ranks owe is"
+                    f" {words[then]}. Load it with {name}={then}, or one of before the first exchange in 1 bit"
+                )
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
     def stepped(self) -> list[tuple[int, Item]]:

@@ -17,7 +17,8 @@ class ZeroOneAdamMethod(Method):
     """Up to step var_freeze_step gradients are averaged uncompressed at the steps that update the variance, which come
     ever more rarely (an interval doubles after var_update_scaler of them), and in 1 bit at the others. After it ranks
     step by themselves, and average what they have moved (momentum_accumulator, in units of momentum) in 1 bit at every
-    k-th step; k doubles after local_step_scaler steps, up to local_step_clipper."""
+    k-th step; k doubles after local_step_scaler steps, up to local_step_clipper. preconditioned: they average what they
+    have moved as it is."""
 
     title = "0/1 Adam"
     names = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
@@ -110,11 +111,13 @@ class ZeroOneAdamMethod(Method):
     def _meet(self) -> None:
         """All ranks go on from where they last were equal, by the mean of what they have moved since."""
         moved = self._moved()
-        for _, item in moved:
+        for _, item in () if self.preconditioned else moved:
             item.states["momentum_accumulator"].mul_(root_of(item))
         self.travel([item for _, item in moved])
         for i, item in moved:
             mean = item.states["momentum_accumulator"]
+            if self.preconditioned:  # the mean of the steps: from here on of momentum, as without
+                mean.mul_(root_of(item))
             item.masked(mean)
             lrs = self.lrs[self.of[i]]
             self.bound(item, mean, lrs)
