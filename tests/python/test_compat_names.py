@@ -101,7 +101,8 @@ def _ends(rank, world, how):
 
 
 def test_a_job_of_ranks_that_takes_the_name_begins_where_it_is_free():
-    ran = [run_ranks(_ends, 1, args=(how,))[0] for how in ("", "looked", "", "ours", "", "")]
+    own = {"TEST_OF": "names"}  # processes that no other test has left a name in
+    ran = [run_ranks(_ends, 1, args=(how,), env=own)[0] for how in ("", "looked", "", "ours", "", "")]
     pids = [pid for pid, _ in ran]
     assert pids[0] == pids[1] == pids[2] and pids[4] == pids[5] and len(set(pids)) == 3, pids
     assert [free for _, free in ran] == [True, True, False, True, True, True]
