@@ -1,5 +1,5 @@
-// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor. Bodies and who does what: lamb.cuh. Compiled
-// and checked against the CPU thread by thread; not yet run on a GPU.
+// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor. Bodies and who does what: lamb.cuh.
+// Checked against the CPU thread by thread, and bit by bit on a GPU.
 #include "cuda/lamb.cuh"
 #include "cuda/launch.cuh"
 

@@ -1,5 +1,5 @@
 // quantize.cu: dc_cuda_quantize, dc_cuda_dequantize, dc_cuda_dequantize_add, dc_cuda_average_signs. Bodies and who does
-// what: quantize.cuh. Compiled and checked against the CPU thread by thread; not yet run on a GPU.
+// what: quantize.cuh. Checked against the CPU thread by thread, and bit by bit on a GPU.
 #include "cuda/launch.cuh"
 #include "cuda/quantize.cuh"
 

@@ -1,5 +1,5 @@
-// rotate.cu: dc_cuda_rotate. Body and who does what: rotate.cuh. Compiled, and run as warps of threads on the CPU
-// against the reference; not yet run on a GPU.
+// rotate.cu: dc_cuda_rotate. Body and who does what: rotate.cuh. Run as warps of threads on the CPU
+// against the reference, and on a GPU bit by bit.
 #include "cuda/launch.cuh"
 #include "cuda/rotate.cuh"
 
