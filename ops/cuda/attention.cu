@@ -10,7 +10,10 @@ extern __shared__ __align__(16) char att_room[];
 
 // Blocks on one processor that registers are shared out for: what was fastest on an H200 (docs/lab/attention.md).
 enum { ATT_BLOCKS = 2 };
-template <class T, int N> constexpr int att_forward_blocks = N != 8 ? 2 : sizeof(typename T::stored) == 2 ? 4 : 3;
+template <class T, int N>
+constexpr int att_forward_blocks = N != 8                            ? ATT_BLOCKS
+                                   : sizeof(typename T::stored) == 2 ? 4
+                                                                     : 3;
 template <class T, int N, bool PLAIN>
 __global__ void __launch_bounds__(dc_gpu::ATT_THREADS, att_forward_blocks<T, N>)
     att_forward_kernel(const __grid_constant__ dc_attention_args a, const __grid_constant__ AttPlan plan) {
@@ -68,8 +71,7 @@ static int att_launch(K kernel, int64_t units, int bytes, cudaStream_t stream, c
   if (units == 0) return DC_OK;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return dc__cuda_error(error, "asking for shared memory");
-  kernel<<<(unsigned)(units < MAX_GRID ? units : (int64_t)MAX_GRID), dc_gpu::ATT_THREADS, (size_t)bytes, stream>>>(
-      args...);
+  kernel<<<grid_of(units), dc_gpu::ATT_THREADS, (size_t)bytes, stream>>>(args...);
   return launched();
 }
 

@@ -194,10 +194,10 @@ inline AttPlan att_plan(AttKind kind, int64_t own_rows, int64_t heads, int64_t d
   p.units = p.tiles * heads * p.groups;
   return p;
 }
-// Whether rows may be read or written 16 bytes at a time, from one to the next by 32 bits.
+// Whether rows may be read or written 16 bytes at a time.
 inline bool att_wide(const void *p, const int64_t *stride, int64_t dim, int size) {
   const int64_t all = stride[0] | stride[1] | stride[2] | dim;
-  return (uintptr_t)p % 16 == 0 && all * size % 16 == 0 && stride[2] <= INT32_MAX;
+  return (uintptr_t)p % 16 == 0 && all * size % 16 == 0;
 }
 // What is the same of both calls; `size` gets the bytes of an element.
 template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size, AttRoom room) {
@@ -209,13 +209,13 @@ template <class Args> AttPlan att_plan_of(AttKind kind, const Args &a, int *size
            att_wide(a.v, a.v_stride, a.dim, *size);
   return p;
 }
-inline AttPlan att_forward_plan(const dc_attention_args &a, AttRoom room = AttRoom()) {
+inline AttPlan att_forward_plan(const dc_attention_args &a, AttRoom room) {
   int size;
   AttPlan p = att_plan_of(ATT_FORWARD, a, &size, room);
   p.wide_out = att_wide(a.out, a.out_stride, a.dim, size);
   return p;
 }
-inline AttPlan att_grad_plan(AttKind kind, const dc_attention_grad_args &a, AttRoom room = AttRoom()) {
+inline AttPlan att_grad_plan(AttKind kind, const dc_attention_grad_args &a, AttRoom room) {
   int size;
   AttPlan p = att_plan_of(kind, a, &size, room);
   const bool keys = kind == ATT_DKV;
@@ -266,7 +266,7 @@ DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int colum
   const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c;
   if (c >= width || begin >= ATT_RUN) return;
   const int count = columns > 0 ? x.count : 0;
-  const uint32_t stride = (uint32_t)x.stride;
+  const uint32_t stride = (uint32_t)x.stride; // below 2^31: check_attention_array
   const S *from = x.at + column + c;
   S *place = to + begin * pitch + c;
   const auto copy = [&](S *at, int row) {
@@ -541,6 +541,14 @@ DC_GPU void att_bring(char *room, const AttPlan &plan, int k, int place, const A
              [&](int run) { return t.first[run]; });
 }
 
+// What a stage's rows are multiplied by, columns [first, first + width): beside what att_bring has.
+template <class S>
+DC_GPU void att_operand(char *room, const AttPlan &plan, int place, const AttRows<S> &x, int first, int width,
+                        const AttStage &t) {
+  att_fill(att_at<S>(room, plan.operand + place * plan.next), plan.sums_pitch, width, x, first,
+           [&](int run) { return t.first[run]; });
+}
+
 // ---- scores to probabilities ---------------------------------------------------------------------------------------
 // 16-bit scores are in units of log 2: e^x is one instruction then.
 template <class T> DC_GPU float att_units(void) { return sizeof(typename T::stored) == 2 ? ATT_LOG2E : 1.0f; }
@@ -669,10 +677,9 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
   att_stay(room, plan, 0, q, own);
   int begin, end;
   att_key_runs(s, own, &begin, &end);
-  const auto values = [&](int place) { return att_at<S>(room, plan.operand + place * plan.next); };
   const auto load = [&](const AttStage &t, int place) {
     att_bring(room, plan, 0, place, k, t);
-    att_fill(values(place), plan.sums_pitch, width, v, u.first, [&](int run) { return t.first[run]; });
+    att_operand(room, plan, place, v, u.first, width, t);
   };
   att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x;
@@ -713,7 +720,8 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
         for (int e = 0; e < 4; e++) x[n][e] = keep[n] >> e & 1u ? x[n][e] : 0.0f;
       }
     }
-    att_add<T, N>(out, x, values(place), plan.sums_pitch, width, t, att_room_of_p(room, plan));
+    const S *values = att_at<S>(room, plan.operand + place * plan.next);
+    att_add<T, N>(out, x, values, plan.sums_pitch, width, t, att_room_of_p(room, plan));
   });
   float by[2];
   DC_UNROLL
@@ -741,8 +749,8 @@ template <class T> DC_GPU float att_delta(const dc_attention_grad_args &a, int64
   return sum;
 }
 
-// Query i's log of the sum, in the units of scores, and its delta; of none (behind the last) what makes
-// its probabilities 0.
+// Query i's log of the sum, in the units of scores, and its delta; of none (behind the last) what makes its
+// probabilities 0.
 template <class T>
 DC_GPU void att_query(const dc_attention_grad_args &a, const float *deltas, int64_t b, int64_t h, int i, float *lse,
                       float *delta) {
@@ -802,9 +810,7 @@ DC_GPU void att_grad_q(const dc_attention_grad_args &a, const AttPlan &plan, con
   const auto load = [&](const AttStage &t, int place) {
     att_bring(room, plan, 0, place, k, t);
     att_bring(room, plan, 1, place, v, t);
-    if (!plan.whole)
-      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, k, u.first,
-               [&](int run) { return t.first[run]; });
+    if (!plan.whole) att_operand(room, plan, place, k, u.first, width, t);
   };
   att_each_stage<false>(att_at<AttRuns>(room, 0), plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
     AttTile x, dp;
@@ -850,15 +856,11 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
     int begin, end;
     kept = s.kept;
     att_query_runs(s, own, &begin, &end);
-    const auto operand = [&](const AttRows<S> &x, const AttStage &t) {
-      att_fill(att_at<S>(room, plan.operand), plan.sums_pitch, width, x, u.first,
-               [&](int run) { return t.first[run]; });
-    };
     const auto load = [&](const AttStage &t, int place) {
       const int r = block_thread();
       att_bring(room, plan, 0, place, q, t);
       att_bring(room, plan, 1, place, dout, t);
-      if (!plan.whole) operand(dout, t);
+      if (!plan.whole) att_operand(room, plan, place, dout, u.first, width, t);
       if (r < ATT_TILE) att_query<T>(a, deltas, u.b, h, t.row(r), &runs->lse[place][r], &runs->delta[place][r]);
     };
     att_each_stage<true>(runs, plan, s, own, begin, end, load, [&](const AttStage &t, int place) {
@@ -877,7 +879,7 @@ DC_GPU void att_grad_kv(const dc_attention_grad_args &a, const AttPlan &plan, co
       }
       if (!plan.whole) {
         block_sync(); // dout has been read
-        operand(q, t);
+        att_operand(room, plan, place, q, u.first, width, t);
         att_here();
       }
       if (t.parts != 0) att_add<T, N>(dk, dp, queries, pitch, width, t, mine);

@@ -50,8 +50,7 @@ static void fused_launch_fold(void *out, int dt, const float *partial, int64_t b
                               cudaStream_t stream) {
   const int64_t grid = cols / FOLD_COLUMNS + (cols % FOLD_COLUMNS != 0);
   if (cols > 0)
-    fold_kernel<<<(unsigned)(grid < MAX_GRID ? grid : (int64_t)MAX_GRID), dim3(FOLD_COLUMNS, dc_gpu::FOLD), 0,
-                  stream>>>(out, dt, partial, blocks, cols);
+    fold_kernel<<<grid_of(grid), dim3(FOLD_COLUMNS, dc_gpu::FOLD), 0, stream>>>(out, dt, partial, blocks, cols);
 }
 
 // A thread per column in x, blocks of rows in y.
@@ -70,55 +69,36 @@ template <class T, size_t N, size_t M> static bool fused_wide(const void *const 
   return true;
 }
 
-template <class T, bool WIDE>
-__global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ dc_norm_args a) {
-  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
-  each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
-    float sum[V];
-    const typename T::stored *x = dc_gpu::norm_source<T, WIDE>(a, row, lane);
-    float mean = 0.0f;
+template <class Row, int COUNT>
+__global__ void __launch_bounds__(COUNT) norm_kernel(const __grid_constant__ dc_norm_args a) {
+  each_group_row<Row::LANES>(a.rows, [&](int64_t row, int lane) {
+    Row x;
+    float sum[Row::V], mean = 0.0f;
+    x.load(a, row, lane);
     if (a.mean) {
-      dc_gpu::norm_total<T, WIDE>(sum, x, a.cols, lane);
-      mean = __fdiv_rn(row_sum<V>(sum), (float)a.cols);
+      dc_gpu::norm_total(sum, x, a.cols, lane);
+      mean = __fdiv_rn(row_sum<Row::V>(sum), (float)a.cols);
     }
-    dc_gpu::norm_squares<T, WIDE>(sum, x, a.cols, lane, mean);
-    dc_gpu::norm_out<T, WIDE>(a, x, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
+    dc_gpu::norm_squares(sum, x, a.cols, lane, mean);
+    dc_gpu::norm_out(a, x, row, lane, mean, dc_gpu::norm_rstd(row_sum<Row::V>(sum), a.cols, a.eps));
   });
 }
-
-// Of rows of up to 16 * ROW_SUMS elements: longer ones would leave a processor with 8 warps, which is slower than
-// reading them twice (docs/bench-gpu.md).
-enum { HELD_THREADS = 128 };
-template <class T, class W, int N>
-__global__ void __launch_bounds__(HELD_THREADS) norm_held_kernel(const __grid_constant__ dc_norm_args a) {
-  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
-  each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
-    dc_gpu::HeldRow<T, N> held;
-    float sum[V], mean = 0.0f;
-    held.load(a, row, lane);
-    if (a.mean) {
-      held.total(sum, a.cols, lane);
-      mean = __fdiv_rn(row_sum<V>(sum), (float)a.cols);
-    }
-    held.squares(sum, a.cols, lane, mean);
-    held.template out<W>(a, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
-  });
+template <class Row, int COUNT> static void fused_launch_rows(const dc_norm_args &a, cudaStream_t stream) {
+  constexpr int ROWS = COUNT / Row::LANES; // a block's
+  norm_kernel<Row, COUNT><<<grid_of(a.rows / ROWS + (a.rows % ROWS != 0)), COUNT, 0, stream>>>(a);
 }
 
+// Rows of up to 16 * ROW_SUMS elements: longer ones were slower than reading them again (docs/lab/kernels.md).
 template <class T, class W> static void fused_launch_held(const dc_norm_args &a, cudaStream_t stream) {
-  constexpr int ROWS = HELD_THREADS / dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count; // a block's
-  const int64_t blocks = a.rows / ROWS + (a.rows % ROWS != 0);
-  const unsigned grid = (unsigned)(blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID);
-  if (a.cols <= 8 * dc_gpu::ROW_SUMS) norm_held_kernel<T, W, 8><<<grid, HELD_THREADS, 0, stream>>>(a);
-  else norm_held_kernel<T, W, 16><<<grid, HELD_THREADS, 0, stream>>>(a);
+  if (a.cols <= 8 * dc_gpu::ROW_SUMS) fused_launch_rows<dc_gpu::HeldRow<T, W, 8>, THREADS / 2>(a, stream);
+  else fused_launch_rows<dc_gpu::HeldRow<T, W, 16>, THREADS / 2>(a, stream);
 }
 template <class T> static void fused_launch_norm(const dc_norm_args &a, bool wide, cudaStream_t stream) {
-  const unsigned grid = fused_grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
   const bool held = wide && a.cols <= 16 * dc_gpu::ROW_SUMS;
   if (held && a.weight_dtype == a.dtype) fused_launch_held<T, T>(a, stream);
   else if (held && a.weight_dtype == DC_F32) fused_launch_held<T, dc_gpu::F32>(a, stream);
-  else if (wide) norm_kernel<T, true><<<grid, THREADS, 0, stream>>>(a);
-  else norm_kernel<T, false><<<grid, THREADS, 0, stream>>>(a);
+  else if (wide) fused_launch_rows<dc_gpu::ReadRow<T, true>, THREADS>(a, stream);
+  else fused_launch_rows<dc_gpu::ReadRow<T, false>, THREADS>(a, stream);
 }
 
 int dc_cuda_norm(const dc_norm_args *args, void *stream) {
@@ -198,11 +178,6 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
 }
 
 // ---- activations ---------------------------------------------------------------------------------------------------
-// Blocks of a grid that has a CUDA block per row.
-static inline unsigned fused_grid_of_rows(int64_t rows) {
-  return (unsigned)(rows < MAX_GRID ? rows : (int64_t)MAX_GRID);
-}
-
 #define ROWS_KERNEL(name)                                                                                           \
   template <class T, int V>                                                                                         \
   __global__ void __launch_bounds__(THREADS) name##_kernel(const __grid_constant__ dc_##name##_args a, int64_t n) { \
@@ -236,8 +211,8 @@ int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
     if (fused_wide<T>({a.gate, a.up, a.out}, {a.gate_stride, a.up_stride, a.out_stride}))
-      swiglu_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else swiglu_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      swiglu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_kernel<T, 1><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -259,8 +234,8 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
     using T = decltype(t);
     if (fused_wide<T>({a.dout, a.gate, a.up, a.dgate, a.dup},
                       {a.dout_stride, a.gate_stride, a.up_stride, a.dgate_stride, a.dup_stride}))
-      swiglu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else swiglu_grad_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      swiglu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_grad_kernel<T, 1><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -280,8 +255,8 @@ int dc_cuda_gelu(const dc_gelu_args *args, void *stream_) {
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
     if (fused_wide<T>({a.x, a.out}, {a.x_stride, a.cols}))
-      gelu_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else gelu_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      gelu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
+    else gelu_kernel<T, 1><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -313,8 +288,8 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
     with_low(a.dtype, [=](auto t) {
       using T = decltype(t);
       if (fused_wide<T>({a.x, a.dout, a.dx}, {a.x_stride, a.cols, a.cols}))
-        gelu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-      else gelu_grad_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+        gelu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
+      else gelu_grad_kernel<T, 1><<<grid_of(a.rows), THREADS, 0, stream>>>(a, n);
       if (a.dbias)
         gelu_columns_kernel<T>
             <<<fused_grid_for_columns(whole.cols, blocks), THREADS, 0, stream>>>(whole, block, blocks);

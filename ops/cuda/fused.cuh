@@ -171,25 +171,98 @@ DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row,
   return sum;
 }
 
-// sum[V]: this lane's accumulators, here and below.
-template <class T, bool WIDE> DC_GPU void norm_total(float *sum, const typename T::stored *x, int64_t cols, int lane) {
-  constexpr int V = Lane<T, ROW_SUMS>::width;
-  DC_UNROLL
-  for (int j = 0; j < V; j++) sum[j] = 0.0f;
-  each_of_row<T, WIDE>(x, cols, lane, [&](int64_t, const float *f) {
+// A row for the passes of norm_total, norm_squares and norm_out: each(cols, lane, f) calls f(i, v[V]) for this lane's
+// elements from i on, zero past the end. ReadRow reads memory at every pass.
+template <class T, bool WIDE> struct ReadRow {
+  typedef T type;
+  static constexpr int V = Lane<T, ROW_SUMS>::width, LANES = Lane<T, ROW_SUMS>::count;
+  const typename T::stored *x;
+  DC_GPU void load(const dc_norm_args &a, int64_t row, int lane) { x = norm_source<T, WIDE>(a, row, lane); }
+  template <class F> DC_GPU void each(int64_t cols, int lane, F f) const { each_of_row<T, WIDE>(x, cols, lane, f); }
+  static DC_GPU bool inside(int64_t i, int64_t cols) { return i < cols; }
+  static DC_GPU void weights(float *w, float *b, const dc_norm_args &a, int64_t i) {
+    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+    if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
+  }
+  static DC_GPU void give(typename T::stored *y, int64_t i, int64_t cols, const float *f) {
+    put<T, V, WIDE>(y, i, cols, f);
+  }
+};
+
+// A row of up to N * ROW_SUMS elements whose lanes keep theirs, N pieces of V, in registers: memory is read once. Every
+// array can be read and written in whole pieces. All N pieces are written out, so the dtype of weights and biases, W,
+// is known at compile time: code for each would be more than a processor keeps.
+template <class T, class W, int N> struct HeldRow {
+  typedef T type;
+  static constexpr int V = Lane<T, ROW_SUMS>::width, LANES = Lane<T, ROW_SUMS>::count;
+  uint32_t words[N][4]; // 16 bits have no register of their own
+  DC_GPU void unpack(float *v, int k) const {
     DC_UNROLL
-    for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], f[j]); // a sum is never -0, so adding 0 changes none
+    for (int j = 0; j < V; j++)
+      if constexpr (sizeof(typename T::stored) == 4) v[j] = __uint_as_float(words[k][j]);
+      else v[j] = T::up((uint16_t)(words[k][j / 2] >> (j % 2 * 16)));
+  }
+  // f(k, i) for each piece of this lane, from element i on.
+  template <class F> static DC_GPU void pieces(int64_t cols, int lane, F f) {
+    DC_UNROLL
+    for (int k = 0; k < N; k++)
+      if (lane * V + k * ROW_SUMS < cols) f(k, lane * V + k * ROW_SUMS);
+  }
+  DC_GPU void load(const dc_norm_args &a, int64_t row, int lane) {
+    const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
+    pieces(a.cols, lane, [&](int k, int i) { load_bytes16(words[k], x + i); });
+    if (!a.residual) return;
+    const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
+    typename T::stored *to = row_to<T>(a.sum, a.cols, row);
+    pieces(a.cols, lane, [&](int k, int i) {
+      float s[V], r[V];
+      unpack(s, k);
+      get_whole<T, V>(r, residual + i);
+      DC_UNROLL
+      for (int j = 0; j < V; j++) s[j] = __fadd_rn(s[j], r[j]);
+      Pack<typename T::stored, V> rounded;
+      down_all<T, V>(rounded.x, s);
+      memcpy(words[k], rounded.x, 16);
+      store<typename T::stored, V>(to + i, rounded);
+    });
+  }
+  template <class F> DC_GPU void each(int64_t cols, int lane, F f) const {
+    pieces(cols, lane, [&](int k, int i) {
+      float v[V];
+      unpack(v, k);
+      f(i, v);
+    });
+  }
+  static DC_GPU bool inside(int64_t, int64_t) { return true; }
+  static DC_GPU void weights(float *w, float *b, const dc_norm_args &a, int64_t i) {
+    if (a.weight) get_whole<W, V>(w, static_cast<const typename W::stored *>(a.weight) + i);
+    if (a.bias) get_whole<W, V>(b, static_cast<const typename W::stored *>(a.bias) + i);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) w[j] = a.weight ? __fadd_rn(w[j], a.offset) : 1.0f;
+  }
+  static DC_GPU void give(typename T::stored *y, int64_t i, int64_t, const float *f) {
+    Pack<typename T::stored, V> rounded;
+    down_all<T, V>(rounded.x, f);
+    store<typename T::stored, V>(y + i, rounded);
+  }
+};
+
+// sum[V]: this lane's accumulators, here and below.
+template <class Row> DC_GPU void norm_total(float *sum, const Row &x, int64_t cols, int lane) {
+  DC_UNROLL
+  for (int j = 0; j < Row::V; j++) sum[j] = 0.0f;
+  x.each(cols, lane, [&](auto, const float *f) {
+    DC_UNROLL
+    for (int j = 0; j < Row::V; j++) sum[j] = __fadd_rn(sum[j], f[j]); // a sum is never -0, so adding 0 changes none
   });
 }
-template <class T, bool WIDE>
-DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, int lane, float mean) {
-  constexpr int V = Lane<T, ROW_SUMS>::width;
+template <class Row> DC_GPU void norm_squares(float *sum, const Row &x, int64_t cols, int lane, float mean) {
   DC_UNROLL
-  for (int j = 0; j < V; j++) sum[j] = 0.0f;
-  each_of_row<T, WIDE>(x, cols, lane, [&](int64_t i, const float *f) {
+  for (int j = 0; j < Row::V; j++) sum[j] = 0.0f;
+  x.each(cols, lane, [&](auto i, const float *f) {
     DC_UNROLL
-    for (int j = 0; j < V; j++) {
-      const float d = i + j < cols ? __fsub_rn(f[j], mean) : 0.0f;
+    for (int j = 0; j < Row::V; j++) {
+      const float d = Row::inside(i + j, cols) ? __fsub_rn(f[j], mean) : 0.0f;
       sum[j] = __fmaf_rn(d, d, sum[j]);
     }
   });
@@ -197,102 +270,22 @@ DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, 
 DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
 }
-// Elements [i, i + V) of what is normalised become those of the result; w: weights (get_weights), b: biases.
-template <int V>
-DC_GPU void norm_piece(float *f, const dc_norm_args &a, float mean, float rstd, const float *w, const float *b) {
-  DC_UNROLL
-  for (int j = 0; j < V; j++) {
-    const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
-    f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
-  }
-}
-template <class T, bool WIDE>
-DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t row, int lane, float mean,
-                     float rstd) {
-  constexpr int V = Lane<T, ROW_SUMS>::width;
-  typename T::stored *y = row_to<T>(a.y, a.cols, row);
+template <class Row>
+DC_GPU void norm_out(const dc_norm_args &a, const Row &x, int64_t row, int lane, float mean, float rstd) {
+  auto *y = row_to<typename Row::type>(a.y, a.cols, row);
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
-  each_of_row<T, WIDE>(x, a.cols, lane, [&](int64_t i, float *f) {
-    float w[V], b[V];
-    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
-    if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
-    norm_piece<V>(f, a, mean, rstd, w, b);
-    put<T, V, WIDE>(y, i, a.cols, f);
+  x.each(a.cols, lane, [&](auto i, float *f) {
+    float w[Row::V], b[Row::V];
+    Row::weights(w, b, a, i);
+    DC_UNROLL
+    for (int j = 0; j < Row::V; j++) {
+      const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
+      f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
+    }
+    Row::give(y, i, a.cols, f);
   });
 }
-
-// A row of up to N * ROW_SUMS elements whose lanes keep theirs, N pieces of V, in registers: memory is read once. Every
-// array can be read and written in whole pieces. All N pieces are written out, so the dtype of weights and biases, W,
-// is known at compile time: code for each would be more than a processor keeps.
-template <class T, int N> struct HeldRow {
-  static constexpr int V = Lane<T, ROW_SUMS>::width, PER_WORD = 4 / (int)sizeof(typename T::stored);
-  uint32_t words[N][4]; // 16 bits have no register of their own
-  DC_GPU float value(int k, int j) const {
-    if constexpr (PER_WORD == 1) return __uint_as_float(words[k][j]);
-    else return T::up((uint16_t)(words[k][j / 2] >> (j % 2 * 16)));
-  }
-  // f(k, i) for each piece of this lane, from element i on.
-  template <class F> static DC_GPU void each(int64_t cols, int lane, F f) {
-    DC_UNROLL
-    for (int k = 0; k < N; k++)
-      if (lane * V + k * ROW_SUMS < cols) f(k, lane * V + k * ROW_SUMS);
-  }
-  DC_GPU void load(const dc_norm_args &a, int64_t row, int lane) {
-    const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
-    each(a.cols, lane, [&](int k, int i) { load_bytes16(words[k], x + i); });
-    if (!a.residual) return;
-    const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
-    typename T::stored *to = row_to<T>(a.sum, a.cols, row);
-    each(a.cols, lane, [&](int k, int i) {
-      float s[V];
-      get_whole<T, V>(s, residual + i);
-      DC_UNROLL
-      for (int j = 0; j < V; j++) s[j] = __fadd_rn(value(k, j), s[j]);
-      Pack<typename T::stored, V> rounded;
-      down_all<T, V>(rounded.x, s);
-      memcpy(words[k], rounded.x, 16);
-      store<typename T::stored, V>(to + i, rounded);
-    });
-  }
-  DC_GPU void total(float *sum, int64_t cols, int lane) const {
-    DC_UNROLL
-    for (int j = 0; j < V; j++) sum[j] = 0.0f;
-    each(cols, lane, [&](int k, int) {
-      DC_UNROLL
-      for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], value(k, j));
-    });
-  }
-  DC_GPU void squares(float *sum, int64_t cols, int lane, float mean) const {
-    DC_UNROLL
-    for (int j = 0; j < V; j++) sum[j] = 0.0f;
-    each(cols, lane, [&](int k, int) {
-      DC_UNROLL
-      for (int j = 0; j < V; j++) {
-        const float d = __fsub_rn(value(k, j), mean);
-        sum[j] = __fmaf_rn(d, d, sum[j]);
-      }
-    });
-  }
-  template <class W> DC_GPU void out(const dc_norm_args &a, int64_t row, int lane, float mean, float rstd) const {
-    const auto *weight = static_cast<const typename W::stored *>(a.weight);
-    const auto *bias = static_cast<const typename W::stored *>(a.bias);
-    typename T::stored *y = row_to<T>(a.y, a.cols, row);
-    if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
-    if (lane == 0) a.rstd[row] = canonical(rstd);
-    each(a.cols, lane, [&](int k, int i) {
-      float f[V], w[V], b[V];
-      if (weight) get_whole<W, V>(w, weight + i);
-      if (bias) get_whole<W, V>(b, bias + i);
-      DC_UNROLL
-      for (int j = 0; j < V; j++) f[j] = value(k, j), w[j] = weight ? __fadd_rn(w[j], a.offset) : 1.0f;
-      norm_piece<V>(f, a, mean, rstd, w, b);
-      Pack<typename T::stored, V> rounded;
-      down_all<T, V>(rounded.x, f);
-      store<typename T::stored, V>(y + i, rounded);
-    });
-  }
-};
 
 // The mean and 1 / deviation of a row, and its elements from i on: what was normalised as h, dy as d.
 template <class T> struct GradRow {

@@ -37,11 +37,12 @@ private:
   int restore_ = -1;
 };
 
-// Blocks for a grid whose threads stride over `work` items.
-static inline unsigned grid_for(int64_t work) {
-  const int64_t blocks = work / THREADS + (work % THREADS != 0);
+// Blocks for a grid that strides over so many blocks' work.
+static inline unsigned grid_of(int64_t blocks) {
   return (unsigned)(blocks < 1 ? 1 : blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID);
 }
+// The same for threads that stride over `work` items.
+static inline unsigned grid_for(int64_t work) { return grid_of(work / THREADS + (work % THREADS != 0)); }
 
 static inline int launched(void) {
   const cudaError_t error = cudaGetLastError();

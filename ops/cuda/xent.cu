@@ -64,7 +64,7 @@ int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream) {
   if (a.rows == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.logits, "logits"));
-  const unsigned grid = (unsigned)(a.rows < MAX_GRID ? a.rows : (int64_t)MAX_GRID);
+  const unsigned grid = grid_of(a.rows);
   return with_low(a.dtype, [=](auto t) {
     xent_kernel<decltype(t)><<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
     return launched();

@@ -4,27 +4,14 @@
 // tests/python/test_gpu_ops.py.
 #include "attention_cases.h"
 #include "cuda/attention.cuh"
+#include "cuda_fixture.h"
 
 namespace {
 
 using namespace dc_gpu;
 using namespace attention_cases;
 
-class CudaAttention : public Ops {
-protected:
-  void SetUp() override {
-#if defined(__SANITIZE_THREAD__)
-    GTEST_SKIP() << "the stand-in changes stacks, which ThreadSanitizer does not follow; it is one thread";
-#endif
-    Ops::SetUp();
-    misaligned_accesses = misplaced_stores = 0;
-  }
-  void TearDown() override {
-    EXPECT_EQ(misaligned_accesses, 0);
-    EXPECT_EQ(misplaced_stores, 0);
-    Ops::TearDown();
-  }
-};
+class CudaAttention : public CudaBlocks {};
 
 // Calls body(unit, shared memory) as the threads of a block, for each unit: a GPU's grid, block by block. Shared memory
 // begins full of NaN.

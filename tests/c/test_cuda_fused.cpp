@@ -5,24 +5,14 @@
 #include <vector>
 
 #include "cuda/fused.cuh"
+#include "cuda_fixture.h"
 #include "cuda_lanes.h"
-#include "op_cases.h"
 
 namespace {
 
 using namespace dc_gpu;
 
-class CudaFused : public Ops {
-protected:
-  void SetUp() override {
-    Ops::SetUp();
-    misaligned_accesses = 0;
-  }
-  void TearDown() override {
-    EXPECT_EQ(misaligned_accesses, 0);
-    Ops::TearDown();
-  }
-};
+class CudaFused : public CudaOps {};
 
 template <class F> void each_low(F f) {
   f(F32(), DC_F32);
@@ -46,33 +36,17 @@ struct Bytes {
 int wide_runs, held_runs; // of norms, with loads of 16 bytes; and with the row in registers
 
 // What norm_kernel and norm_grad_kernel do for all rows, and fold_kernel for all columns.
-template <class T, bool WIDE> void run_norm(const dc_norm_args &a) {
-  constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
+template <class Row> void run_norm(const dc_norm_args &a) {
+  constexpr int V = Row::V, L = Row::LANES;
   for (int64_t row = 0; row < a.rows; row++) {
-    const typename T::stored *from = nullptr;
+    Row of[L];
     float m = 0.0f;
-    for (int lane = 0; lane < L; lane++) from = norm_source<T, WIDE>(a, row, lane);
+    for (int lane = 0; lane < L; lane++) of[lane].load(a, row, lane);
     if (a.mean)
-      m = sum_of_lanes<V, L, float>([&](int lane, float *x) { norm_total<T, WIDE>(x, from, a.cols, lane); }) /
-          (float)a.cols;
+      m = sum_of_lanes<V, L, float>([&](int lane, float *x) { norm_total(x, of[lane], a.cols, lane); }) / (float)a.cols;
     const float squares = sum_of_lanes<V, L, float>(
-        [&](int lane, float *x) { norm_squares<T, WIDE>(x, from, a.cols, lane, m); });
-    for (int lane = 0; lane < L; lane++) norm_out<T, WIDE>(a, from, row, lane, m, norm_rstd(squares, a.cols, a.eps));
-  }
-}
-
-// What norm_held_kernel does.
-template <class T, class W, int N> void run_norm_held(const dc_norm_args &a) {
-  constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
-  for (int64_t row = 0; row < a.rows; row++) {
-    HeldRow<T, N> held[L];
-    float m = 0.0f;
-    for (int lane = 0; lane < L; lane++) held[lane].load(a, row, lane);
-    if (a.mean)
-      m = sum_of_lanes<V, L, float>([&](int lane, float *x) { held[lane].total(x, a.cols, lane); }) / (float)a.cols;
-    const float squares = sum_of_lanes<V, L, float>(
-        [&](int lane, float *x) { held[lane].squares(x, a.cols, lane, m); });
-    for (int lane = 0; lane < L; lane++) held[lane].template out<W>(a, row, lane, m, norm_rstd(squares, a.cols, a.eps));
+        [&](int lane, float *x) { norm_squares(x, of[lane], a.cols, lane, m); });
+    for (int lane = 0; lane < L; lane++) norm_out(a, of[lane], row, lane, m, norm_rstd(squares, a.cols, a.eps));
   }
 }
 
@@ -132,15 +106,15 @@ TEST_F(CudaFused, NormAndItsGradient) {
           const bool wide = cols % Lane<T, ROW_SUMS>::width == 0 &&
                             stride % Lane<T, ROW_SUMS>::width == 0; // all start at multiples of 64
           wide_runs += wide;
-          if (wide) run_norm<T, true>(a);
-          else run_norm<T, false>(a);
+          if (wide) run_norm<ReadRow<T, true>>(a);
+          else run_norm<ReadRow<T, false>>(a);
           ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what;
           if (wide && cols <= 8 * ROW_SUMS) {
             for (Bytes *one : {&y2, &sum2, &mean2, &rstd2}) memset(one->data(), 0x5a, one->size);
             with_low(wdt, [&](auto weights) {
               using W = decltype(weights);
-              if (k % 2) run_norm_held<T, W, 8>(a);
-              else run_norm_held<T, W, 16>(a);
+              if (k % 2) run_norm<HeldRow<T, W, 8>>(a);
+              else run_norm<HeldRow<T, W, 16>>(a);
             });
             ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what << ", held";
             held_runs++;

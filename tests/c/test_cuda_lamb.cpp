@@ -2,6 +2,7 @@
 // compiled for the CPU), lane by lane over all blocks, against the scalar reference, bit for bit, with forbidden pages
 // around the arrays. What runs only on a GPU (launches, shuffles) is in tests/python/test_gpu_ops.py.
 #include "cuda/lamb.cuh"
+#include "cuda_fixture.h"
 #include "cuda_lanes.h"
 #include "lamb_cases.h"
 
@@ -11,18 +12,17 @@ using namespace dc_gpu;
 
 int wide_runs, narrow_runs; // of the step
 
-class CudaLamb : public Ops {
+class CudaLamb : public CudaOps {
 protected:
   void SetUp() override {
-    Ops::SetUp();
+    CudaOps::SetUp();
     ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
-    misaligned_accesses = 0, wide_runs = narrow_runs = 0;
+    wide_runs = narrow_runs = 0;
   }
   void TearDown() override {
-    EXPECT_EQ(misaligned_accesses, 0);
     EXPECT_GT(wide_runs, 0);
     EXPECT_GT(narrow_runs, 0);
-    Ops::TearDown();
+    CudaOps::TearDown();
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include "codec_cases.h"
 #include "cuda/quantize.cuh"
+#include "cuda_fixture.h"
 #include "cuda_lanes.h"
 
 namespace {
@@ -13,17 +14,16 @@ using namespace dc_gpu;
 
 int wide_runs; // with loads of 16 bytes
 
-class CudaQuantize : public Ops {
+class CudaQuantize : public CudaOps {
 protected:
   void SetUp() override {
-    Ops::SetUp();
+    CudaOps::SetUp();
     ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
-    misaligned_accesses = 0, wide_runs = 0;
+    wide_runs = 0;
   }
   void TearDown() override {
-    EXPECT_EQ(misaligned_accesses, 0);
     EXPECT_GT(wide_runs, 10);
-    Ops::TearDown();
+    CudaOps::TearDown();
   }
 };
 

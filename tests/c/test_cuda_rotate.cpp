@@ -2,25 +2,17 @@
 // shuffles (block_stand_in.h), several of them or one alone, in two orders of the threads, against the scalar
 // reference, bit for bit, with forbidden pages around the array. Launches need a GPU: tests/python/test_gpu_ops.py.
 #include "cuda/rotate.cuh"
-#include "op_cases.h"
+#include "cuda_fixture.h"
 
 namespace {
 
 using namespace dc_gpu;
 
-class CudaRotate : public Ops {
+class CudaRotate : public CudaBlocks {
 protected:
   void SetUp() override {
-#if defined(__SANITIZE_THREAD__)
-    GTEST_SKIP() << "the stand-in changes stacks, which ThreadSanitizer does not follow; it is one thread";
-#endif
-    Ops::SetUp();
-    ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
-    misaligned_accesses = 0;
-  }
-  void TearDown() override {
-    EXPECT_EQ(misaligned_accesses, 0);
-    Ops::TearDown();
+    CudaBlocks::SetUp();
+    if (!IsSkipped()) ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
   }
 };
 
