@@ -29,67 +29,19 @@ from tiny import TinyGPT
 
 EVERY = 25  # steps between two points of a curve
 BETAS = (0.9, 0.99)
+LOCAL = {"var_freeze_step": 0.2, "var_update_scaler": 16, "local_step_scaler": 0.25, "local_step_clipper": 4}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adam", {}),
     "OneBitAdam": ("adam", {"freeze_step": 0.2}),
     "OneBitAdam bounded": ("adam", {"freeze_step": 0.2, "max_update": 1.0}),
     "OneBitAdam rotated": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "rotated": True}),
     "OneBitAdam auto": ("adam", {"freeze_step": "auto", "max_update": 1.0}),
-    "ZeroOneAdam": (
-        "adam",
-        {"var_freeze_step": 0.2, "var_update_scaler": 16, "local_step_scaler": 0.25, "local_step_clipper": 4},
-    ),
-    "ZeroOneAdam bounded": (
-        "adam",
-        {
-            "var_freeze_step": 0.2,
-            "var_update_scaler": 16,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 4,
-            "max_update": 1.0,
-        },
-    ),
-    "ZeroOneAdam meeting": (
-        "adam",
-        {
-            "var_freeze_step": 0.2,
-            "var_update_scaler": 16,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 1,
-            "max_update": 1.0,
-        },
-    ),
-    "ZeroOneAdam later": (
-        "adam",
-        {
-            "var_freeze_step": 0.5,
-            "var_update_scaler": 16,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 4,
-            "max_update": 1.0,
-        },
-    ),
-    "ZeroOneAdam plain": (
-        "adam",
-        {
-            "var_freeze_step": 0.2,
-            "var_update_scaler": 1000,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 4,
-            "max_update": 1.0,
-        },
-    ),
-    "ZeroOneAdam preconditioned": (
-        "adam",
-        {
-            "var_freeze_step": 0.2,
-            "var_update_scaler": 16,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 4,
-            "max_update": 1.0,
-            "preconditioned": True,
-        },
-    ),
+    "ZeroOneAdam": ("adam", LOCAL),
+    "ZeroOneAdam bounded": ("adam", {**LOCAL, "max_update": 1.0}),
+    "ZeroOneAdam meeting": ("adam", {**LOCAL, "max_update": 1.0, "local_step_clipper": 1}),
+    "ZeroOneAdam later": ("adam", {**LOCAL, "max_update": 1.0, "var_freeze_step": 0.5}),
+    "ZeroOneAdam plain": ("adam", {**LOCAL, "max_update": 1.0, "var_update_scaler": 1000}),
+    "ZeroOneAdam preconditioned": ("adam", {**LOCAL, "max_update": 1.0, "preconditioned": True}),
     "OneBitAdam preconditioned": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "preconditioned": True}),
     "OneBitAdam preconditioned rotated": (
         "adam",
