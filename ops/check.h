@@ -298,14 +298,14 @@ static inline int check_step_states(const dc_step_args *t, int64_t k, int least,
   static const char *const scales[] = {"scale[0]", "scale[1]"};
   const int packed = t->format == DC_STATE_8BIT || t->format == DC_STATE_4BIT;
   DC_TRY(check_format(t->format, t->first));
-  if (t->format != DC_STATE_NEAREST && (t->rule > DC_RULE_LION || t->state[2]))
-    return CHECK_FAIL(DC_E_UNSUPPORTED, "tensor %lld: format %d is for Adam without amsgrad and for Lion", (long long)k,
-                      t->format);
+  if (t->format != DC_STATE_NEAREST && t->state[2])
+    return CHECK_FAIL(DC_E_UNSUPPORTED, "tensor %lld: format %d with amsgrad: a maximum of rounded squares would grow",
+                      (long long)k, t->format);
   if (t->format == DC_STATE_STOCHASTIC && t->state_dtype != DC_BF16)
     return CHECK_FAIL(DC_E_DTYPE, "tensor %lld: stochastic rounding is to bf16, not to dtype %d", (long long)k,
                       t->state_dtype);
   for (int s = 0; s < 3; s++) {
-    const int64_t need = s < least ? t->n : 0;
+    const int64_t need = s < (t->format != DC_STATE_NEAREST && least == 0 ? 1 : least) ? t->n : 0;
     if (s >= most && t->state[s])
       return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s is given, and rule %d has %d", (long long)k, names[s], t->rule,
                         most);

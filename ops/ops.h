@@ -193,7 +193,7 @@ typedef struct dc_step_args {
   int64_t first;      /* of formats but DC_STATE_NEAREST: the number of element 0, a multiple of 64: see there */
   float *scale[2];    /* of DC_STATE_8BIT and 4BIT: fp32 [dc_state_sizes], one array a state */
 } dc_step_args;
-/* How states are stored between steps; for DC_RULE_ADAMW without amsgrad and DC_RULE_LION.
+/* How states are stored between steps; of all rules, but amsgrad, and SGD only with momentum.
  * NEAREST     in state_dtype, rounded to nearest even.
  * STOCHASTIC  in bf16 (state_dtype), rounded up or down with the probability that makes the mean exact.
  * 8BIT, 4BIT  uint8 codes, for each block of 256 (8BIT) or 128 (4BIT) elements one fp32 scale, the block's largest
@@ -217,7 +217,7 @@ enum dc_state_format {
 };
 /* Bytes of a state of n elements from number `first` on, and fp32 scales beside it. */
 DC_API int dc_state_sizes(int format, int64_t first, int64_t n, int64_t *bytes, int64_t *scales);
-/* Codes to numbers, exactly; squares: whether the state is one (exp_avg_sq). Formats 8BIT and 4BIT. */
+/* Codes to numbers, exactly; squares: whether the state is one (exp_avg_sq, sum). Formats 8BIT and 4BIT. */
 DC_API int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int squares, int64_t first,
                            int64_t n);
 /* Numbers to codes, to nearest: what dc_state_unpack has given comes back as it was. */

@@ -2,44 +2,41 @@
  * block of states is unpacked, stepped and kept in the first-level cache until its scale is known, and packed while the
  * next one is stepped; parameter and gradient go through once. tests/bench/bench_ops.c --only packed. */
 #include "ref/packed.h"
-#include "cpu/vec.h"
+#include "cpu/rules.h"
 
 /* What a loop may know at compile time. */
 typedef struct layout {
-  int rule, format, param, grad, lowp, has_lowp, has_l2;
+  int format, param, grad, lowp, has_lowp;
   int mends; /* a block's numbers are looked at for NaN when it is done: fp32 parameters without a copy, codes */
+  rule_of of;
 } layout;
 
+DC_INLINE int packed_two(layout l) { return dc__packed_states(l.of.rule) == 2; }
+DC_INLINE dc__code_map packed_map(layout l, int state) {
+  return dc__code_map_of(l.format, dc__packed_squares(l.of.rule, state));
+}
+
 typedef struct scalars {
-  vf grad_scale, l2, decay;
-  float keep[2];                                                 /* what states are multiplied with as they come */
-  vf one_minus_b1, b2, one_minus_b2, step_size_neg, inv_sqrt_bc2, eps; /* Adam's */
-  vf b1, rate, minus_rate, least;                                      /* Lion's */
+  vf grad_scale;
+  float keep[2];                                                              /* dc__packed_keep */
+  vf l2, decay, one_minus_b1, one_minus_b2, step_size_neg, inv_sqrt_bc2, eps; /* Adam's */
+  rule_scalars other;                                                         /* of the rules with one state */
 } scalars;
 
 DC_INLINE scalars packed_scalars_of(const dc_step_args *t, int rule, const dc__packed_coef *c) {
   const dc__adamw_coef *a = &c->adamw;
-  const dc__step_coef *o = &c->other;
-  if (rule == DC_RULE_ADAMW)
-    return (scalars){.keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
-                     .grad_scale = v_set1(a->grad_scale),
-                     .l2 = v_set1(a->l2),
-                     .decay = v_set1(a->decay),
-                     .one_minus_b1 = v_set1(a->one_minus_b1),
-                     .one_minus_b2 = v_set1(a->one_minus_b2),
-                     .step_size_neg = v_set1(a->step_size_neg),
-                     .inv_sqrt_bc2 = v_set1(a->inv_sqrt_bc2),
-                     .eps = v_set1(a->eps)};
-  return (scalars){.keep = {1.0f, 1.0f},
-                   .grad_scale = v_set1(o->grad_scale),
-                   .decay = v_set1(o->decay),
-                   .one_minus_b1 = v_set1(o->one_minus_b1),
-                   .b2 = v_set1(o->b2),
-                   .one_minus_b2 = v_set1(o->one_minus_b2),
-                   .b1 = v_set1(o->b1),
-                   .rate = v_set1(o->rate),
-                   .minus_rate = v_set1(-o->rate),
-                   .least = v_set1(0x1p-149f)};
+  if (rule != DC_RULE_ADAMW)
+    return (scalars){
+        .grad_scale = v_set1(c->other.grad_scale), .keep = {1.0f, 1.0f}, .other = rule_scalars_of(&c->other)};
+  return (scalars){.grad_scale = v_set1(a->grad_scale),
+                   .keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
+                   .l2 = v_set1(a->l2),
+                   .decay = v_set1(a->decay),
+                   .one_minus_b1 = v_set1(a->one_minus_b1),
+                   .one_minus_b2 = v_set1(a->one_minus_b2),
+                   .step_size_neg = v_set1(a->step_size_neg),
+                   .inv_sqrt_bc2 = v_set1(a->inv_sqrt_bc2),
+                   .eps = v_set1(a->eps)};
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
@@ -117,17 +114,14 @@ DC_INLINE vi packed_noise_next(int state, int bits, vi noise) {
 /* m, v: multiplied with keep already. bad: gets a NaN where something is one, or infinite, if the layout mends. */
 DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, int64_t i, int r, vf *m, vf *v, vf *bad) {
   vf p = v_get(t->param, l.param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r));
-  if (l.rule == DC_RULE_ADAMW) {
-    if (l.has_l2) g = v_fma(c->l2, p, g);
+  if (l.of.rule == DC_RULE_ADAMW) {
+    if (l.of.has_l2) g = v_fma(c->l2, p, g);
     p = v_mul(p, c->decay);
     *m = v_fma(c->one_minus_b1, g, *m);
     *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
     p = v_fma(c->step_size_neg, v_div(*m, v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)), p);
   } else {
-    const vf u = v_fma(c->b1, *m, v_mul(c->one_minus_b1, g));
-    const vf move = v_zero_below(v_by_sign(u, c->rate, c->minus_rate), v_abs(u), c->least);
-    *m = v_fma(c->b2, *m, v_mul(c->one_minus_b2, g));
-    p = v_nan_of(v_add(v_mul(p, c->decay), move), u);
+    p = rule_step(l.of, &c->other, p, g, m);
   }
   if (l.mends) {
     *bad = v_fma(p, v_set1(0.0f), *bad);
@@ -144,12 +138,12 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
 DC_INLINE void packed_vector_bf16(const dc_step_args *t, layout l, const scalars *c, const vi *noise, int64_t i,
                                   int r) {
   vf x[2] = {v_get(t->state[0], DC_BF16, i, r), v_set1(0.0f)};
-  if (l.rule == DC_RULE_ADAMW) {
+  if (packed_two(l)) {
     x[0] = v_mul(x[0], v_set1(c->keep[0]));
     x[1] = v_mul(v_get(t->state[1], DC_BF16, i, r), v_set1(c->keep[1]));
   }
   packed_step(t, l, c, i, r, &x[0], &x[1], NULL);
-  for (int s = 0; s < (l.rule == DC_RULE_ADAMW ? 2 : 1); s++) {
+  for (int s = 0; s < dc__packed_states(l.of.rule); s++) {
     const vi u = vi_add(v_bits(x[s]), vi_and_or(noise[s], (1 << DC__BF16_NOISE) - 1, 0));
     v_store16((uint16_t *)t->state[s] + i, r, vi_narrow16(vi_right(u, 16)));
   }
@@ -164,7 +158,7 @@ DC_INLINE void packed_block_bf16(const dc_step_args *t, layout l, const scalars 
     v_ahead(t->param, l.param, i, AHEAD);
     v_ahead(t->grad, l.grad, i, AHEAD);
     v_ahead(t->state[0], DC_BF16, i, AHEAD);
-    if (l.rule == DC_RULE_ADAMW) v_ahead(t->state[1], DC_BF16, i, AHEAD);
+    if (packed_two(l)) v_ahead(t->state[1], DC_BF16, i, AHEAD);
     packed_vector_bf16(t, l, c, noise, i, LANES);
     for (int s = 0; s < 2; s++) noise[s] = packed_noise_next(s, DC__BF16_NOISE, noise[s]);
   }
@@ -188,35 +182,34 @@ typedef struct packing {
 
 /* Begins the block b, which follows on the one before. Whether its codes are not all zero: it is neither next to
  * nothing nor not finite. */
-DC_INLINE int packed_pack_begin(const dc_step_args *t, int format, int state, packing *to, const block *b) {
+DC_INLINE int packed_pack_begin(const dc_step_args *t, layout l, int state, packing *to, const block *b) {
   const dc__scaling of = dc__scaling_of(b->top[state]);
   const int64_t number = t->first + b->begin;
-  t->scale[state][dc__state_block_at(format, t->first, b->begin)] = of.scale;
+  t->scale[state][dc__state_block_at(l.format, t->first, b->begin)] = of.scale;
   to->inverse = v_set1(of.inverse);
   if (DC_UNLIKELY(number >> 32 != to->upper)) {
     to->upper = number >> 32;
-    to->noise = packed_noise(dc__keys_of(t->step, number), state, dc__code_map_of(format, state).shift,
-                             (uint32_t)number);
+    to->noise = packed_noise(dc__keys_of(t->step, number), state, packed_map(l, state).shift, (uint32_t)number);
   }
   return of.inverse != 0.0f;
 }
 
 /* The codes of the elements from `i` of the block on. */
-DC_INLINE vi packed_pack_some(int format, int state, packing *to, const block *b, int64_t i) {
-  const dc__code_map map = dc__code_map_of(format, state);
+DC_INLINE vi packed_pack_some(layout l, int state, packing *to, const block *b, int64_t i) {
+  const dc__code_map map = packed_map(l, state);
   const vi code = packed_code(map, v_mul(v_load32(b->x[state] + i, LANES), to->inverse), to->noise);
   to->noise = packed_noise_next(state, map.shift, to->noise);
   return code;
 }
 
 /* All of it; some: what packed_pack_begin said. */
-DC_INLINE void packed_pack(const dc_step_args *t, int format, int state, packing *to, const block *b, int some) {
-  const dc__code_map map = dc__code_map_of(format, state);
+DC_INLINE void packed_pack(const dc_step_args *t, layout l, int state, packing *to, const block *b, int some) {
+  const dc__code_map map = packed_map(l, state);
   const int64_t n = b->end - b->begin;
   for (int64_t i = 0; i < n; i += LANES) {
     const int r = n - i < LANES ? (int)(n - i) : LANES;
     if (some) {
-      packed_store(map, t->state[state], b->begin + i, r, packed_pack_some(format, state, to, b, i));
+      packed_store(map, t->state[state], b->begin + i, r, packed_pack_some(l, state, to, b, i));
       continue;
     }
     packed_store(map, t->state[state], b->begin + i, r, vi_set1(-map.offset));
@@ -234,14 +227,14 @@ typedef struct seen {
 DC_INLINE void packed_open_some(const dc_step_args *t, layout l, const scalars *c, const unpacking *from, block *b,
                                 seen *of, int64_t i, int r) {
   vf m = packed_unpack(&from[0], t->state[0], b->begin + i, r), v = v_set1(0.0f);
-  if (l.rule == DC_RULE_ADAMW) v = packed_unpack(&from[1], t->state[1], b->begin + i, r);
+  if (packed_two(l)) v = packed_unpack(&from[1], t->state[1], b->begin + i, r);
   v_ahead(t->param, l.param, b->begin + i, AHEAD);
   v_ahead(t->grad, l.grad, b->begin + i, AHEAD);
   packed_step(t, l, c, b->begin + i, r, &m, &v, &of->bad);
   m = v_keep(m, r);
   v_store32(b->x[0] + i, LANES, m);
   of->top[0] = vi_max(of->top[0], v_magnitude(m));
-  if (l.rule != DC_RULE_ADAMW) return;
+  if (!packed_two(l)) return;
   v = v_keep(v, r);
   v_store32(b->x[1] + i, LANES, v);
   of->top[1] = vi_max(of->top[1], l.mends ? v_bits(v) : v_magnitude(v));
@@ -263,9 +256,9 @@ static void packed_mend(const dc_step_args *t, block *b, int states) {
 DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars *c, const unpacking *from, packing *to,
                                   block *b, const block *last) {
   const int64_t n = b->end - b->begin, whole = dc__state_block(l.format);
-  const int two = l.rule == DC_RULE_ADAMW;
-  const int first = last && packed_pack_begin(t, l.format, 0, &to[0], last);
-  const int second = last && two && packed_pack_begin(t, l.format, 1, &to[1], last);
+  const int two = packed_two(l);
+  const int first = last && packed_pack_begin(t, l, 0, &to[0], last);
+  const int second = last && two && packed_pack_begin(t, l, 1, &to[1], last);
   seen of = {{vi_set1(0), vi_set1(0)}, v_set1(0.0f)};
   int64_t i = 0;
   if (DC_LIKELY(n == whole && first && second == two && last->end - last->begin == whole)) {
@@ -277,16 +270,16 @@ DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars
       for (int k = 0; k < group; k++) {
         const int64_t at = i + k * LANES;
         packed_open_some(t, l, c, from, b, &of, at, LANES);
-        codes[0][k] = packed_pack_some(l.format, 0, &m, last, at);
-        if (two) codes[1][k] = packed_pack_some(l.format, 1, &v, last, at);
+        codes[0][k] = packed_pack_some(l, 0, &m, last, at);
+        if (two) codes[1][k] = packed_pack_some(l, 1, &v, last, at);
       }
-      packed_store_group(dc__code_map_of(l.format, 0), t->state[0], last->begin + i, group, codes[0]);
-      if (two) packed_store_group(dc__code_map_of(l.format, 1), t->state[1], last->begin + i, group, codes[1]);
+      packed_store_group(packed_map(l, 0), t->state[0], last->begin + i, group, codes[0]);
+      if (two) packed_store_group(packed_map(l, 1), t->state[1], last->begin + i, group, codes[1]);
     }
     to[0] = m, to[1] = v;
   } else {
-    if (last) packed_pack(t, l.format, 0, &to[0], last, first);
-    if (last && two) packed_pack(t, l.format, 1, &to[1], last, second);
+    if (last) packed_pack(t, l, 0, &to[0], last, first);
+    if (last && two) packed_pack(t, l, 1, &to[1], last, second);
     for (; i < n; i += LANES) packed_open_some(t, l, c, from, b, &of, i, n - i < LANES ? (int)(n - i) : LANES);
   }
   b->top[0] = vi_top(of.top[0]), b->top[1] = vi_top(of.top[1]);
@@ -294,29 +287,28 @@ DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars
 }
 
 DC_INLINE void packed_loop_codes(const dc_step_args *t, layout l, const scalars *c, int64_t begin, int64_t end) {
-  const int two = l.rule == DC_RULE_ADAMW;
+  const int two = packed_two(l);
   float units[2][LANES] = {{0}};
   packing to[2] = {{.upper = -1}, {.upper = -1}};
   block blocks[2], *now = blocks, *last = NULL;
-  packed_units(dc__code_map_of(l.format, 0), units[0]);
-  packed_units(dc__code_map_of(l.format, 1), units[1]);
+  packed_units(packed_map(l, 0), units[0]);
+  packed_units(packed_map(l, 1), units[1]);
   for (int64_t i = begin; i < end; i = last->end) {
     const int64_t at = dc__state_block_at(l.format, t->first, i);
-    const unpacking from[2] = {
-        packed_unpacking(dc__code_map_of(l.format, 0), units[0], t->scale[0][at] * c->keep[0]),
-        packed_unpacking(dc__code_map_of(l.format, 1), units[1], two ? t->scale[1][at] * c->keep[1] : 0.0f)};
+    const unpacking from[2] = {packed_unpacking(packed_map(l, 0), units[0], t->scale[0][at] * c->keep[0]),
+                               packed_unpacking(packed_map(l, 1), units[1], two ? t->scale[1][at] * c->keep[1] : 0.0f)};
     now->begin = i, now->end = dc__state_block_end(l.format, t->first, i, end);
     packed_block_codes(t, l, c, from, to, now, last);
     last = now;
     now = now == blocks ? blocks + 1 : blocks;
   }
-  if (last) packed_pack(t, l.format, 0, &to[0], last, packed_pack_begin(t, l.format, 0, &to[0], last));
-  if (last && two) packed_pack(t, l.format, 1, &to[1], last, packed_pack_begin(t, l.format, 1, &to[1], last));
+  if (last) packed_pack(t, l, 0, &to[0], last, packed_pack_begin(t, l, 0, &to[0], last));
+  if (last && two) packed_pack(t, l, 1, &to[1], last, packed_pack_begin(t, l, 1, &to[1], last));
 }
 
 DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_coef *c, int64_t begin, int64_t end) {
   const dc_step_args t = *args; /* a copy that no store can alias */
-  const scalars k = packed_scalars_of(&t, l.rule, c);
+  const scalars k = packed_scalars_of(&t, l.of.rule, c);
   if (l.format != DC_STATE_STOCHASTIC) {
     packed_loop_codes(&t, l, &k, begin, end);
     return;
@@ -328,27 +320,37 @@ DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_
 }
 
 /* fp32 parameters and gradients without a copy are constants of their loop. */
-#define PACKED_LOOP(name, rule, format)                                                                          \
-  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {                \
-    const int has_l2 = rule == DC_RULE_ADAMW && c->adamw.l2 != 0.0f;                                             \
-    const layout plain = {rule, format, DC_F32, DC_F32, 0, 0, 0, format != DC_STATE_STOCHASTIC};                 \
-    const layout any = {rule, format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, has_l2, 0}; \
-    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp && !has_l2)                              \
-      packed_loop(t, plain, c, begin, end);                                                                      \
-    else packed_loop(t, any, c, begin, end);                                                                     \
+#define PACKED_LOOP(name, rule, format)                                                                             \
+  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {                   \
+    const int has_l2 = (rule == DC_RULE_ADAMW ? c->adamw.l2 : c->other.l2) != 0.0f;                                 \
+    const rule_of some = {rule, 1, has_l2, (t->flags & DC_STEP_NESTEROV) != 0}, none = {rule, 1, 0, some.nesterov}; \
+    const layout plain = {format, DC_F32, DC_F32, 0, 0, format != DC_STATE_STOCHASTIC, none};                       \
+    const layout any = {format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, 0, some};            \
+    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp && !has_l2)                                 \
+      packed_loop(t, plain, c, begin, end);                                                                         \
+    else packed_loop(t, any, c, begin, end);                                                                        \
   }
-PACKED_LOOP(packed_adamw_bf16, DC_RULE_ADAMW, DC_STATE_STOCHASTIC)
-PACKED_LOOP(packed_adamw_8bit, DC_RULE_ADAMW, DC_STATE_8BIT)
-PACKED_LOOP(packed_adamw_4bit, DC_RULE_ADAMW, DC_STATE_4BIT)
-PACKED_LOOP(packed_lion_bf16, DC_RULE_LION, DC_STATE_STOCHASTIC)
-PACKED_LOOP(packed_lion_8bit, DC_RULE_LION, DC_STATE_8BIT)
-PACKED_LOOP(packed_lion_4bit, DC_RULE_LION, DC_STATE_4BIT)
+#define PACKED_LOOPS(rule_name, rule)                                                                           \
+  PACKED_LOOP(packed_##rule_name##_bf16, rule, DC_STATE_STOCHASTIC)                                             \
+  PACKED_LOOP(packed_##rule_name##_8bit, rule, DC_STATE_8BIT)                                                   \
+  PACKED_LOOP(packed_##rule_name##_4bit, rule, DC_STATE_4BIT)                                                   \
+  static void packed_##rule_name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) { \
+    switch (t->format) {                                                                                        \
+    case DC_STATE_STOCHASTIC: packed_##rule_name##_bf16(t, c, begin, end); return;                              \
+    case DC_STATE_8BIT: packed_##rule_name##_8bit(t, c, begin, end); return;                                    \
+    default: packed_##rule_name##_4bit(t, c, begin, end); return;                                               \
+    }                                                                                                           \
+  }
+PACKED_LOOPS(adamw, DC_RULE_ADAMW)
+PACKED_LOOPS(lion, DC_RULE_LION)
+PACKED_LOOPS(adagrad, DC_RULE_ADAGRAD)
+PACKED_LOOPS(sgd, DC_RULE_SGD)
 
 void DC_BODY(step_packed)(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
-  const int adamw = t->rule == DC_RULE_ADAMW;
-  switch (t->format) {
-  case DC_STATE_STOCHASTIC: (adamw ? packed_adamw_bf16 : packed_lion_bf16)(t, c, begin, end); return;
-  case DC_STATE_8BIT: (adamw ? packed_adamw_8bit : packed_lion_8bit)(t, c, begin, end); return;
-  default: (adamw ? packed_adamw_4bit : packed_lion_4bit)(t, c, begin, end); return;
+  switch (t->rule) {
+  case DC_RULE_ADAMW: packed_adamw(t, c, begin, end); return;
+  case DC_RULE_LION: packed_lion(t, c, begin, end); return;
+  case DC_RULE_ADAGRAD: packed_adagrad(t, c, begin, end); return;
+  default: packed_sgd(t, c, begin, end); return;
   }
 }

@@ -1,81 +1,47 @@
 /* step.c: bodies of dc_step, one pass over memory: Lion, Adagrad and SGD. As in adamw.c the usual layouts (fp32 masters
  * and states) are constants of their loop, and all others share one loop a rule that asks for the dtype at every
  * vector. tests/bench/bench_ops.c --only step. */
-#include "cpu/vec.h"
-
-typedef struct consts {
-  vf grad_scale, decay, l2, rate, minus_rate, b1, one_minus_b1, b2, one_minus_b2, eps, least;
-} consts;
-
-DC_INLINE consts step_consts_of(const dc__step_coef *c) {
-  return (consts){v_set1(c->grad_scale),   v_set1(c->decay), v_set1(c->l2),           v_set1(c->rate),
-                  v_set1(-c->rate),        v_set1(c->b1),    v_set1(c->one_minus_b1), v_set1(c->b2),
-                  v_set1(c->one_minus_b2), v_set1(c->eps),   v_set1(0x1p-149f)};
-}
+#include "cpu/rules.h"
 
 /* What a loop may know at compile time. */
 typedef struct layout {
-  int rule, param, grad, state, lowp, has_lowp, has_state, has_l2, nesterov;
+  int param, grad, state, lowp, has_lowp;
+  rule_of of;
 } layout;
 
-/* p after the step; *s is the rule's state. */
-DC_INLINE vf step_rule(layout l, const consts *c, vf p, vf g, vf *s) {
-  if (l.rule == DC_RULE_LION) {
-    const vf u = v_fma(c->b1, *s, v_mul(c->one_minus_b1, g));
-    const vf move = v_zero_below(v_by_sign(u, c->rate, c->minus_rate), v_abs(u), c->least);
-    *s = v_fma(c->b2, *s, v_mul(c->one_minus_b2, g));
-    return v_nan_of(v_add(v_mul(p, c->decay), move), u);
-  }
-  if (l.has_l2) g = v_fma(c->l2, p, g);
-  if (l.rule == DC_RULE_ADAGRAD) {
-    *s = v_add(*s, v_mul(g, g));
-    return v_add(p, v_div(v_mul(c->rate, g), v_add(v_sqrt(*s), c->eps)));
-  }
-  if (l.has_state) {
-    *s = v_fma(c->one_minus_b2, g, v_mul(c->b1, *s));
-    g = l.nesterov ? v_fma(c->b1, *s, g) : *s;
-  }
-  return v_fma(c->rate, g, p);
-}
-
-DC_INLINE void step_some(const dc_step_args *t, layout l, const consts *c, int64_t i, int r) {
-  vf s = l.has_state ? v_get(t->state[0], l.state, i, r) : v_set1(0.0f);
-  vf p = step_rule(l, c, v_get(t->param, l.param, i, r), v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r)), &s);
+DC_INLINE void step_some(const dc_step_args *t, layout l, vf grad_scale, const rule_scalars *c, int64_t i, int r) {
+  vf s = l.of.has_state ? v_get(t->state[0], l.state, i, r) : v_set1(0.0f);
+  const vf g = v_mul(grad_scale, v_get(t->grad, l.grad, i, r));
+  vf p = rule_step(l.of, c, v_get(t->param, l.param, i, r), g, &s);
   if (DC_UNLIKELY(v_any_nan(v_add(p, s)))) { /* an infinity less another one comes here too, and stays */
     p = v_canonical(p);
     s = v_canonical(s);
   }
-  if (l.has_state) v_put_canonical(t->state[0], l.state, i, r, s);
+  if (l.of.has_state) v_put_canonical(t->state[0], l.state, i, r, s);
   v_put_canonical(t->param, l.param, i, r, p);
   if (l.has_lowp) v_put_canonical(t->lowp, l.lowp, i, r, p);
 }
 
 DC_INLINE void step_loop(const dc_step_args *args, layout l, const dc__step_coef *c, int64_t begin, int64_t end) {
   const dc_step_args t = *args; /* a copy that no store can alias */
-  const consts k = step_consts_of(c);
+  const rule_scalars k = rule_scalars_of(c);
+  const vf grad_scale = v_set1(c->grad_scale);
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     v_ahead(t.param, l.param, i, AHEAD);
     v_ahead(t.grad, l.grad, i, AHEAD);
-    if (l.has_state) v_ahead(t.state[0], l.state, i, AHEAD);
-    step_some(&t, l, &k, i, LANES);
+    if (l.of.has_state) v_ahead(t.state[0], l.state, i, AHEAD);
+    step_some(&t, l, grad_scale, &k, i, LANES);
   }
-  if (i < end) step_some(&t, l, &k, i, (int)(end - i));
+  if (i < end) step_some(&t, l, grad_scale, &k, i, (int)(end - i));
 }
 
 /* The loops of a rule: fp32 throughout, with a 16-bit copy, and with 16-bit gradients as well; then all others. */
 #define STEP_LOOP(name, rule, grad_dt, low_dt, low)                                             \
   static void name(const dc_step_args *t, const dc__step_coef *c, int64_t begin, int64_t end) { \
-    const layout l = {rule,                                                                     \
-                      DC_F32,                                                                   \
-                      grad_dt,                                                                  \
-                      DC_F32,                                                                   \
-                      low_dt,                                                                   \
-                      low,                                                                      \
-                      1,                                                                        \
-                      rule != DC_RULE_LION && c->l2 != 0.0f,                                    \
-                      rule == DC_RULE_SGD && (t->flags & DC_STEP_NESTEROV) != 0};               \
-    step_loop(t, l, c, begin, end);                                                             \
+    const rule_of of = {rule, 1, rule != DC_RULE_LION && c->l2 != 0.0f,                         \
+                        rule == DC_RULE_SGD && (t->flags & DC_STEP_NESTEROV) != 0};             \
+    step_loop(t, (layout){DC_F32, grad_dt, DC_F32, low_dt, low, of}, c, begin, end);            \
   }
 #define STEP_LOOPS(rule_name, rule)                                                                               \
   STEP_LOOP(step_##rule_name##_f32, rule, DC_F32, 0, 0)                                                           \
@@ -83,15 +49,8 @@ DC_INLINE void step_loop(const dc_step_args *args, layout l, const dc__step_coef
   STEP_LOOP(step_##rule_name##_f32_to_f16, rule, DC_F32, DC_F16, 1)                                               \
   STEP_LOOP(step_##rule_name##_bf16_to_bf16, rule, DC_BF16, DC_BF16, 1)                                           \
   static void step_##rule_name##_any(const dc_step_args *t, const dc__step_coef *c, int64_t begin, int64_t end) { \
-    const layout l = {rule,                                                                                       \
-                      t->param_dtype,                                                                             \
-                      t->grad_dtype,                                                                              \
-                      t->state_dtype,                                                                             \
-                      t->lowp_dtype,                                                                              \
-                      t->lowp != NULL,                                                                            \
-                      t->state[0] != NULL,                                                                        \
-                      c->l2 != 0.0f,                                                                              \
-                      (t->flags & DC_STEP_NESTEROV) != 0};                                                        \
+    const rule_of of = {rule, t->state[0] != NULL, c->l2 != 0.0f, (t->flags & DC_STEP_NESTEROV) != 0};            \
+    const layout l = {t->param_dtype, t->grad_dtype, t->state_dtype, t->lowp_dtype, t->lowp != NULL, of};         \
     step_loop(t, l, c, begin, end);                                                                               \
   }                                                                                                               \
   static void step_##rule_name(const dc_step_args *t, const dc__step_coef *c, int64_t begin, int64_t end) {       \

@@ -1,6 +1,7 @@
 /* packed.c: scalar reference of dc_step where states have a format, elements [begin, end) of one tensor: whole blocks,
  * but for the tensor's first and last. */
 #include "ref/packed.h"
+#include "ref/rules.h"
 
 typedef struct packed_states {
   float x[2][DC__BLOCK_MOST];
@@ -13,7 +14,7 @@ static void packed_get(const dc_step_args *t, int state, int64_t begin, int64_t 
     for (int64_t i = begin; i < end; i++) x[i - begin] = keep * dc__get(t->state[state], DC_BF16, i);
     return;
   }
-  const dc__code_map map = dc__code_map_of(t->format, state);
+  const dc__code_map map = dc__state_map(t, state);
   const float scale = keep * t->scale[state][dc__state_block_at(t->format, t->first, begin)];
   for (int64_t i = begin; i < end; i++) x[i - begin] = dc__code_get(&map, t->state[state], i) * scale;
 }
@@ -24,7 +25,7 @@ static void packed_put(const dc_step_args *t, int state, int64_t begin, int64_t 
       ((uint16_t *)t->state[state])[i] = dc__bf16_stochastic(s->x[state][i - begin], s->noise[state][i - begin]);
     return;
   }
-  const dc__code_map map = dc__code_map_of(t->format, state);
+  const dc__code_map map = dc__state_map(t, state);
   float *scale = &t->scale[state][dc__state_block_at(t->format, t->first, begin)];
   dc__codes_put(&map, t->state[state], scale, s->x[state], begin, end, s->noise[state]);
 }
@@ -38,23 +39,17 @@ static float packed_adamw(const dc__adamw_coef *c, float p, float g, float *m, f
   return fmaf(c->step_size_neg, *m / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps), p);
 }
 
-static float packed_lion(const dc__step_coef *c, float p, float g, float *m) {
-  const float u = fmaf(c->b1, *m, c->one_minus_b1 * g);
-  *m = fmaf(c->b2, *m, c->one_minus_b2 * g);
-  if (u != u) return u;
-  return p * c->decay + (u == 0.0f ? 0.0f : u < 0.0f ? c->rate : -c->rate);
-}
-
 static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
-  const int adamw = t->rule == DC_RULE_ADAMW, states = adamw ? 2 : 1;
-  const int bits = t->format == DC_STATE_STOCHASTIC ? DC__BF16_NOISE : dc__code_map_of(t->format, 0).shift;
+  const int adamw = t->rule == DC_RULE_ADAMW, states = dc__packed_states(t->rule);
+  const int bits = t->format == DC_STATE_STOCHASTIC ? DC__BF16_NOISE : dc__state_map(t, 0).shift;
   packed_states s;
   for (int k = 0; k < states; k++) packed_get(t, k, begin, end, s.x[k]);
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i - begin;
     const float g = (adamw ? c->adamw.grad_scale : c->other.grad_scale) * dc__get(t->grad, t->grad_dtype, i);
     float p = dc__get(t->param, t->param_dtype, i);
-    p = adamw ? packed_adamw(&c->adamw, p, g, &s.x[0][at], &s.x[1][at]) : packed_lion(&c->other, p, g, &s.x[0][at]);
+    p = adamw ? packed_adamw(&c->adamw, p, g, &s.x[0][at], &s.x[1][at])
+              : dc__rule_step(t, &c->other, p, g, &s.x[0][at]);
     dc__put(t->param, t->param_dtype, i, p);
     if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
     for (int k = 0; k < states; k++)

@@ -23,8 +23,11 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
   return end < n ? end : n;
 }
 
-/* What state is multiplied with as it is unpacked: its decay, but 1 of Lion, which uses it twice. Of codes it is the
- * scale that is. */
+/* How many states a rule has of those that have a format, and whether one is never negative. */
+static inline int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW ? 2 : 1; }
+static inline int dc__packed_squares(int rule, int state) { return rule == DC_RULE_ADAGRAD || state == 1; }
+
+/* What state is multiplied with as it is unpacked: Adam's decay. Of codes it is the scale that is. */
 static inline float dc__packed_keep(const dc_step_args *t, int state) {
   return t->rule != DC_RULE_ADAMW ? 1.0f : (float)(state ? t->beta2 : t->beta1);
 }
@@ -80,6 +83,10 @@ static inline dc__code_map dc__code_map_of(int format, int squares) {
   return m;
 }
 
+static inline dc__code_map dc__state_map(const dc_step_args *t, int state) {
+  return dc__code_map_of(t->format, dc__packed_squares(t->rule, state));
+}
+
 static inline float dc__code_value(const dc__code_map *m, int stored) {
   const int code = stored + m->offset, size = code < 0 ? -code : code;
   if (!m->squares && size == 0) return 0.0f;
@@ -87,9 +94,9 @@ static inline float dc__code_value(const dc__code_map *m, int stored) {
   return code < 0 ? -f : f;
 }
 
-/* What is stored for y, |y| <= 1; noise: in [0, 2^shift). */
+/* What is stored for y, |y| <= 1, of squares the least for y < 0; noise: in [0, 2^shift). */
 static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
-  const uint32_t size = dc__bits_of_f32(y) & 0x7fffffffu;
+  const uint32_t size = m->squares && y < 0 ? 0 : dc__bits_of_f32(y) & 0x7fffffffu;
   const float f = dc__f32_of_bits(size);
   const uint32_t u = m->squares     ? (size > m->base ? size : m->base) - m->base
                      : f < m->least ? (uint32_t)(int32_t)(f * m->per_least)

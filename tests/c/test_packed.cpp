@@ -28,6 +28,8 @@ dc_step_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
   t.param_dtype = c.param, t.grad_dtype = c.grad, t.state_dtype = DC_BF16;
   t.lowp_dtype = c.lowp >= 0 ? c.lowp : 0;
   t.flags = c.rule == DC_RULE_ADAMW ? DC_STEP_DECOUPLED : 0;
+  if (c.rule == DC_RULE_SGD && c.n / 2 % 2) t.flags = DC_STEP_NESTEROV;
+  if (c.rule > DC_RULE_LION && c.n % 2) t.weight_decay = 0; // a loop of its own
   t.format = c.format;
   t.first = c.first;
   return t;
@@ -71,10 +73,11 @@ void everywhere(const Case &c, Fill fill) {
       what);
 }
 
+const int kRules[] = {DC_RULE_ADAMW, DC_RULE_LION, DC_RULE_ADAGRAD, DC_RULE_SGD};
 const int kFormats[] = {DC_STATE_STOCHASTIC, DC_STATE_8BIT, DC_STATE_4BIT};
 
 TEST_F(Ops, PackedEqualsReferenceAtEverySize) {
-  for (int rule : {(int)DC_RULE_ADAMW, (int)DC_RULE_LION})
+  for (int rule : kRules)
     for (int format : kFormats)
       for (int64_t first : {(int64_t)0, (int64_t)64, (int64_t)192, ((int64_t)1 << 33) - 64})
         for (int64_t n : kSizes)
@@ -85,7 +88,7 @@ TEST_F(Ops, PackedEqualsReferenceAtEverySize) {
 }
 
 TEST_F(Ops, PackedEqualsReferenceInEveryLayout) {
-  for (int rule : {(int)DC_RULE_ADAMW, (int)DC_RULE_LION})
+  for (int rule : kRules)
     for (int format : kFormats)
       for (int param : kLow)
         for (int grad : kLow)
@@ -98,7 +101,7 @@ TEST_F(Ops, PackedDoesNotDependOnThePartition) {
   const int64_t n = 200000, cut = 131072 + 256 - 64;
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
-    for (int rule : {(int)DC_RULE_ADAMW, (int)DC_RULE_LION})
+    for (int rule : kRules)
       for (int format : kFormats) {
         const Case whole = {rule, format, n, 64};
         const auto in = arrays_of(whole, kOrdinary);
@@ -231,8 +234,10 @@ TEST_F(Ops, PackedRefusesWhatItCannotDo) {
   refused([](dc_step_args &t) { t.first = -64; }, "first = -64");
   refused([](dc_step_args &t) { t.scale[1] = nullptr; }, "scale[1] is NULL");
   refused([](dc_step_args &t) { t.state[0] = nullptr; }, "state[0] is NULL");
-  refused([&](dc_step_args &t) { t.state[2] = m; }, "without amsgrad", DC_E_UNSUPPORTED);
-  refused([&](dc_step_args &t) { t.rule = DC_RULE_ADAGRAD, t.state[1] = nullptr; }, "for Lion", DC_E_UNSUPPORTED);
+  refused([&](dc_step_args &t) { t.state[2] = m; }, "with amsgrad", DC_E_UNSUPPORTED);
+  refused([&](dc_step_args &t) { t.rule = DC_RULE_ADAGRAD; }, "state[1] is given");
+  refused([](dc_step_args &t) { t.rule = DC_RULE_SGD, t.beta1 = 0, t.state[0] = t.state[1] = nullptr; },
+          "state[0] is NULL");
   refused([](dc_step_args &t) { t.format = DC_STATE_STOCHASTIC, t.state_dtype = DC_F16; }, "to bf16", DC_E_DTYPE);
   int64_t a = 0, b = 0;
   EXPECT_EQ(dc_state_sizes(DC_STATE_8BIT, 1, 5, &a, &b), DC_E_INVALID);

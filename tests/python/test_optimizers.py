@@ -428,8 +428,7 @@ def test_deepspeeds_classes():
     assert FusedLion(p).param_groups[0]["betas"] == (0.9, 0.99)
     assert isinstance(DeepSpeedCPUAdagrad(p), deepc.optim.Adagrad)
     assert DeepSpeedCPULion(p, fp32_optimizer_states=False).state_dtype == "bf16"
-    with pytest.raises(UnsupportedError, match="fp32_optimizer_states"):
-        DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False)
+    assert DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False).state_dtype == "bf16"
     # Accelerate swaps an optimizer for DeepSpeed's CPU Adam by its param groups, so betas and eps must be kept.
     given = torch.optim.AdamW(p, lr=0.5, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.2).param_groups
     adam = DeepSpeedCPUAdam(given, lr=0.5, weight_decay=0.2).param_groups[0]
@@ -437,7 +436,13 @@ def test_deepspeeds_classes():
 
 
 # ---- formats of states -----------------------------------------------------------------------------------------------
-KINDS = {"AdamW": {"lr": 0.01, "weight_decay": 0.1}, "Lion": {"lr": 0.002, "weight_decay": 0.1}}
+KINDS = {
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "Lion": {"lr": 0.002, "weight_decay": 0.1},
+    "SGD": {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.2},
+    "Adagrad": {"lr": 0.1, "weight_decay": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.25},
+}
+STATES = {"AdamW": "exp_avg", "Lion": "exp_avg", "SGD": "momentum_buffer", "Adagrad": "sum"}
 CODED = ["int8", "int4"]
 
 
@@ -497,13 +502,15 @@ def test_states_load_into_another_format(kind, form):
     """Codes become numbers exactly, and the same codes again; numbers become codes to nearest."""
     p, q, r = (torch.nn.Parameter(make(700, seed=1)) for _ in range(3))
     coded = getattr(deepc.optim, kind)([p], state_dtype=form, **KINDS[kind])
-    plain, again = getattr(deepc.optim, kind)([q]), getattr(deepc.optim, kind)([r], state_dtype=form)
+    plain = getattr(deepc.optim, kind)([q], **KINDS[kind])
+    again = getattr(deepc.optim, kind)([r], state_dtype=form, **KINDS[kind])
     for seed in range(3):
         p.grad = make(700, seed=seed)
         coded.step()
     plain.load_state_dict(copy.deepcopy(coded.state_dict()))
-    assert plain.state[q]["exp_avg"].dtype == torch.float32 and plain.state[q]["exp_avg"].shape == q.shape
-    assert "exp_avg_scale" not in plain.state[q]
+    name = STATES[kind]
+    assert plain.state[q][name].dtype == torch.float32 and plain.state[q][name].shape == q.shape
+    assert f"{name}_scale" not in plain.state[q]
     again.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert all(torch.equal(again.state[r][n], coded.state[p][n]) for n in coded.state[p])
     q.grad = make(700, seed=9)
@@ -520,20 +527,20 @@ def test_a_copy_keeps_the_format(kind):
         p.grad, q.grad = make(300, seed=seed), make(300, seed=seed)
         opt.step()
         twin.step()
-        assert torch.equal(p, q) and twin.state[q]["exp_avg"].dtype == torch.uint8
+        assert torch.equal(p, q) and twin.state[q][STATES[kind]].dtype == torch.uint8
         twin = copy.deepcopy(twin)
 
 
 def test_fp32_states_of_16_bit_parameters():
     p = torch.nn.Parameter(make(100, torch.bfloat16))
     for kind in KINDS:
-        opt = getattr(deepc.optim, kind)([p], state_dtype="fp32")
+        opt, name = getattr(deepc.optim, kind)([p], state_dtype="fp32", **KINDS[kind]), STATES[kind]
         p.grad = make(100, torch.bfloat16, 1)
         opt.step()
         saved = copy.deepcopy(opt.state_dict())
         opt.load_state_dict(saved)
-        assert opt.state[p]["exp_avg"].dtype == torch.float32
-        assert torch.equal(opt.state[p]["exp_avg"], saved["state"][0]["exp_avg"])
+        assert opt.state[p][name].dtype == torch.float32
+        assert torch.equal(opt.state[p][name], saved["state"][0][name])
 
 
 def test_state_dtypes_that_are_refused():
@@ -547,11 +554,51 @@ def test_state_dtypes_that_are_refused():
     with pytest.raises(UnsupportedError, match="state_dtype='int4' needs parameters in the standard memory format"):
         deepc.optim.Lion([q], state_dtype="int4").step()
     deepc.optim.Lion([q], state_dtype="bf16").step()
+    with pytest.raises(ArgumentError, match="SGD: state_dtype='int8' without momentum"):
+        deepc.optim.SGD([p], state_dtype="int8")
+    table = torch.nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="state_dtype='int8' with a sparse gradient"):
+        deepc.optim.Adagrad(table.parameters(), state_dtype="int8").step()
+
+
+def test_each_parameter_has_a_first_step_of_its_own():
+    """SGD's dampening and Adagrad's decay count the steps of a parameter, not those of the optimizer, whatever the
+    format: bf16 rounds these numbers exactly."""
+    for kind, options in (
+        ("SGD", {"lr": 0.5, "momentum": 0.5, "dampening": 0.5}),
+        ("Adagrad", {"lr": 1.0, "lr_decay": 1.0, "eps": 0.0}),
+    ):
+        for form in ("bf16", "int8"):
+            early, late, alone = (torch.nn.Parameter(torch.zeros(256)) for _ in range(3))
+            both = getattr(deepc.optim, kind)([early, late], state_dtype=form, **options)
+            plain = getattr(torch.optim, kind)([alone], **options)
+            for step in range(3):
+                early.grad, late.grad = torch.ones(256), torch.full((256,), 2.0) if step else None
+                both.step()
+            for _ in range(2):
+                alone.grad = torch.full((256,), 2.0)
+                plain.step()
+            assert torch.allclose(late, alone, rtol=2e-2), (kind, form, late[0], alone[0])
+
+
+def test_a_group_without_momentum_has_no_state_to_store():
+    p, q = (torch.nn.Parameter(make(300, seed=s)) for s in (1, 2))
+    twin = torch.nn.Parameter(q.detach().clone())
+    opt = deepc.optim.SGD([{"params": [p], "momentum": 0.9}, {"params": [q]}], lr=0.1, state_dtype="int8")
+    plain = deepc.optim.SGD([twin], lr=0.1)
+    for seed in range(2):
+        p.grad = q.grad = make(300, seed=seed)
+        twin.grad = q.grad.clone()
+        opt.step()
+        plain.step()
+    assert torch.equal(q, twin) and not opt.state[q] and opt.state[p]["momentum_buffer"].dtype == torch.uint8
 
 
 # ---- formats in an engine --------------------------------------------------------------------------------------------
 def _formed(kind, form, stage, world, precision="fp32", **extra):
-    params = {**KINDS[kind], "lr": 3e-3 if kind == "AdamW" else 1e-3, "state_dtype": form}
+    rates = {"AdamW": 3e-3, "Lion": 1e-3, "SGD": 0.05, "Adagrad": 1e-2}
+    params = {**KINDS[kind], "lr": rates[kind], "state_dtype": form}
     return tiny.config(
         stage, micro=8 // world, precision=precision, optimizer={"type": kind, "params": params}, **extra
     )
@@ -565,7 +612,7 @@ def _train_formed(rank, world, precision, stages):
                 cfg = _formed(kind, form, stage, world, precision, deepc={"bucket_elems": 8192})
                 losses, _, weights, engine = tiny.engine_training(cfg, 5, rank, world, batches=1)
                 first = next(engine.module.parameters())
-                state = engine.full_optimizer_state(first, "exp_avg").clone()
+                state = engine.full_optimizer_state(first, STATES[kind]).clone()
                 out[kind, form, stage] = losses, {n: w.clone() for n, w in weights.items()}, state
                 engine.destroy()
     return out
@@ -598,7 +645,7 @@ def _digests(rank, world, case):
     return out
 
 
-@pytest.mark.parametrize("case", [("AdamW", "int8"), ("Lion", "int4")])
+@pytest.mark.parametrize("case", [("AdamW", "int8"), ("Lion", "int4"), ("SGD", "int8"), ("Adagrad", "int4")])
 def test_formats_have_equal_bits_on_any_number_of_ranks(case):
     one, four = run_ranks(_digests, 1, args=(case,))[0], run_ranks(_digests, 4, args=(case,))[0]
     for found in (one[1], *four):
@@ -608,7 +655,7 @@ def test_formats_have_equal_bits_on_any_number_of_ranks(case):
 def _resume_formed(rank, world, folder):
     import torch.distributed as dist
 
-    for kind, form in (("AdamW", "int8"), ("AdamW", "bf16"), ("Lion", "int4")):
+    for kind, form in (("AdamW", "int8"), ("AdamW", "bf16"), ("Lion", "int4"), ("SGD", "int8"), ("Adagrad", "int8")):
         here, wanted = f"{folder}/{kind}{form}", None
         for stage in (2, 3, 0):
             engine, *_ = deepc.initialize(model=tiny.make_model(), config=_formed(kind, form, stage, world))
@@ -628,7 +675,7 @@ def _resume_formed(rank, world, folder):
         # The same checkpoint goes into fp32 states.
         engine, *_ = deepc.initialize(model=tiny.make_model(), config=_formed(kind, "fp32", 1, world))
         engine.load_checkpoint(here)
-        assert float(engine.full_optimizer_state(next(engine.module.parameters()), "exp_avg").abs().sum()) > 0
+        assert float(engine.full_optimizer_state(next(engine.module.parameters()), STATES[kind]).abs().sum()) > 0
         engine.destroy()
     return True
 
@@ -662,7 +709,7 @@ def _disk_formed(rank, world, folder, kind, form, precision):
             if step == 1 and tier == "memory":
                 found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
         found[tier, 4] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-        state = {n: deepc.view(p).state["exp_avg"].clone() for n, p in engine.module.named_parameters()}
+        state = {n: deepc.view(p).state[STATES[kind]].clone() for n, p in engine.module.named_parameters()}
         found[tier, 4] |= {f"{n} state": s for n, s in state.items()}
         if tier == "disk":
             fp32 = 4 * engine.plan.owned_elems * engine.plan.disk.arrays
@@ -681,6 +728,8 @@ def _disk_formed(rank, world, folder, kind, form, precision):
         ("AdamW", "int8", "bf16"),
         pytest.param("AdamW", "bf16", "fp32", marks=pytest.mark.full),
         pytest.param("Lion", "int4", "fp32", marks=pytest.mark.full),
+        ("Adagrad", "int8", "fp32"),
+        pytest.param("SGD", "int4", "bf16", marks=pytest.mark.full),
     ],
 )
 def test_formats_on_disk_have_the_bits_of_memory(tmp_path, kind, form, precision):

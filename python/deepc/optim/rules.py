@@ -81,7 +81,7 @@ def _adagrad(base: torch.optim.Optimizer) -> CoreRule:
         lr = float(g["lr"]) / (1 + (step - 1) * float(g["lr_decay"]))
         return Scalars(lr, 0.0, 0.0, float(g["eps"]), float(g["weight_decay"]), 0)
 
-    return CoreRule(ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]))
+    return CoreRule(ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]), _form(base))
 
 
 def _sgd(base: torch.optim.Optimizer) -> CoreRule:
@@ -92,7 +92,7 @@ def _sgd(base: torch.optim.Optimizer) -> CoreRule:
         )
 
     names = ("momentum_buffer",) if any(g["momentum"] for g in base.param_groups) else ()
-    return CoreRule(SGD_RULE, names, lambda g: int(bool(g["momentum"])), scalars)
+    return CoreRule(SGD_RULE, names, lambda g: int(bool(g["momentum"])), scalars, form=_form(base) if names else "")
 
 
 def _lamb(base: torch.optim.Optimizer) -> CoreRule:

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from ...engine.base import EngineBase
 
 
-def _plain(name: str, bias_correction: bool, **lacking: bool) -> None:
+def _plain(name: str, bias_correction: bool) -> None:
     if not bias_correction:
         raise UnsupportedError(
             f"{name}(bias_correction=False) does not exist in deepc; leave it True, or pass a torch optimizer with "
             "zero_allow_untested_optimizer"
         )
-    for key, asked in lacking.items():
-        if asked:
-            raise UnsupportedError(f"{name}({key}): optimizer states are fp32 in deepc; leave it out")
 
 
 class _Adam(AdamW):
@@ -92,7 +89,7 @@ class FusedAdam(_Adam):
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad."""
+    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad. fp32_optimizer_states=False: bf16, rounded stochastically."""
 
     def __init__(
         self,
@@ -103,8 +100,8 @@ class DeepSpeedCPUAdagrad(Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _plain("DeepSpeedCPUAdagrad", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
-        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        form = None if fp32_optimizer_states else "bf16"
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, state_dtype=form)
 
 
 class DeepSpeedCPULion(Lion):

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
-from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+from ...errors import ArgumentError, UnsupportedError
+from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable
+from ..states.formats import SCALE, check_state_dtype
 
 
 class Adagrad(OneStateOptimizer):
     """torch.optim.Adagrad with the same arguments, param_groups, state (`step`, `sum`) and state_dict (Duchi et al.,
     JMLR 2011). The sums are made at the first step or state_dict(), not with the optimizer. Sparse gradients are
-    stepped by torch's own operators, which touch their elements alone."""
+    stepped by torch's own operators, which touch their elements alone. state_dtype: as AdamW's."""
 
     rule, state_name, instead = 2, "sum", "torch.optim.Adagrad"
 
@@ -31,7 +32,9 @@ class Adagrad(OneStateOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: str | None = None,
     ) -> None:
+        self.state_dtype = check_state_dtype("Adagrad", state_dtype)
         refuse_differentiable("Adagrad", differentiable)
         for name, value in (
             ("lr", lr),
@@ -64,7 +67,7 @@ class Adagrad(OneStateOptimizer):
     def _make_state(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         if not self.state[p]:
             self.state[p]["step"] = torch.tensor(0.0)
-            self.state[p]["sum"] = zeros_for(p, p.dtype, 2).fill_(group["initial_accumulator_value"])
+            self._new_state(p, group["initial_accumulator_value"])
 
     def state_dict(self) -> dict[str, Any]:
         """torch's; as there, it has the sums also before the first step."""
@@ -78,7 +81,9 @@ class Adagrad(OneStateOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._make_state(p, group)
-                self.state[p]["sum"].share_memory_()
+                for name in (self.state_name, self.state_name + SCALE):
+                    if name in self.state[p]:
+                        self.state[p][name].share_memory_()
 
     def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
         lr = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
@@ -93,6 +98,11 @@ class Adagrad(OneStateOptimizer):
         self._step_torch(p, group)
 
     def _step_sparse(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        if self._packed(p):
+            raise UnsupportedError(
+                f"Adagrad: state_dtype={self.state_dtype!r} with a sparse gradient does not exist: leave it out, or use"
+                " nn.Embedding(sparse=False)"
+            )
         if group["weight_decay"]:
             raise ArgumentError(
                 f"Adagrad: weight_decay {group['weight_decay']} with a sparse gradient, whose elements alone are"

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable
+from ..states.formats import check_state_dtype
 
 
 class SGD(OneStateOptimizer):
     """torch.optim.SGD with the same arguments, param_groups, state (`momentum_buffer`) and state_dict: momentum,
-    dampening, Nesterov's form (Sutskever et al., ICML 2013), weight decay as L2."""
+    dampening, Nesterov's form (Sutskever et al., ICML 2013), weight decay as L2. state_dtype: as AdamW's, of groups with
+    momentum."""
 
     rule, state_name, instead = 3, "momentum_buffer", "torch.optim.SGD"
+    packed_from = 1  # dc_step takes step 1 for one that makes the buffer; `_scalars` says so of each parameter
 
     def __init__(
         self,
@@ -30,7 +33,9 @@ class SGD(OneStateOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: str | None = None,
     ) -> None:
+        self.state_dtype = check_state_dtype("SGD", state_dtype)
         refuse_differentiable("SGD", differentiable)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_range(name, value)
@@ -52,6 +57,8 @@ class SGD(OneStateOptimizer):
                 fused=fused,
             ),
         )
+        if state_dtype is not None and not any(g["momentum"] for g in self.param_groups):
+            raise ArgumentError(f"SGD: state_dtype={state_dtype!r} without momentum, so without a state; leave it out")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -66,7 +73,7 @@ class SGD(OneStateOptimizer):
         return (
             float(group["lr"]),
             float(group["momentum"]),
-            float(group["dampening"]),
+            0.0 if step == 1 else float(group["dampening"]),
             0.0,
             float(group["weight_decay"]),
             bool(group["nesterov"]),
@@ -76,7 +83,7 @@ class SGD(OneStateOptimizer):
         """1 if the buffer is made now: it then becomes the gradient, without dampening."""
         if not group["momentum"] or self.state[p].get("momentum_buffer") is not None:
             return 2
-        self.state[p]["momentum_buffer"] = zeros_for(p, p.dtype, 2)
+        self._new_state(p)
         return 1
 
     def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:

@@ -11,7 +11,17 @@ import torch
 from ...core import memory
 from ...core.ops import FLOATS
 from ...errors import ArgumentError, UnsupportedError
-from .formats import SCALE, check_place, is_coded, make_state, number_of, step_packed, take_states
+from .formats import (
+    SCALE,
+    STEP_NESTEROV,
+    check_place,
+    is_coded,
+    make_state,
+    number_of,
+    pack,
+    step_packed,
+    take_states,
+)
 
 
 def zeros_for(p: torch.Tensor, dtype: torch.dtype, color: int) -> torch.Tensor:
@@ -73,6 +83,7 @@ class OneStateOptimizer(Optimizer):
     state_name: str
     instead: str  # torch's class that takes sparse gradients
     state_dtype: str | None = None
+    packed_from = 0  # what the count of steps of states with a format begins after
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state_dtype": self.state_dtype}
@@ -97,17 +108,21 @@ class OneStateOptimizer(Optimizer):
         return False
 
     def _packed(self, p: torch.Tensor) -> str:
-        """The format of p's state if the packed kernel steps it, else ""."""
+        """The format of p's state, where it has one; "": its dtype."""
         return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
 
-    def _new_state(self, p: torch.Tensor) -> None:
-        """Makes p's zeroed state."""
-        state, form = self.state[p], self._packed(p)
+    def _new_state(self, p: torch.Tensor, value: float = 0.0) -> None:
+        """Makes p's state, of `value` throughout."""
+        state, form, name = self.state[p], self._packed(p), self.state_name
         if is_coded(form):
-            state[self.state_name], state[self.state_name + SCALE] = make_state(p.numel(), form)
+            state[name], state[name + SCALE] = make_state(p.numel(), form)
+            if value != 0:
+                pack(state[name], state[name + SCALE], torch.full((p.numel(),), value), form, name, 0)
             return
         wide = torch.float32 if self.state_dtype == "fp32" and p.dtype != torch.float64 else p.dtype
-        state[self.state_name] = zeros_for(p, torch.bfloat16 if form else wide, 2)
+        state[name] = zeros_for(p, torch.bfloat16 if form else wide, 2)
+        if value != 0:
+            state[name].fill_(value)
 
     def _item(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[Any, ...]:
         state = self.state[p]
@@ -115,15 +130,18 @@ class OneStateOptimizer(Optimizer):
         kept = state_in_order(state, self.state_name, p) if scale is None else state[self.state_name]
         return in_order(p, p), in_order(grad, p), [kept], [] if scale is None else [scale], number_of(self, p)
 
-    def _step_packed(self, items: list[Any], group: dict[str, Any]) -> None:
-        """The random bits of a state are those of its group's count of steps, which state_dict keeps."""
-        if not items:
+    def _step_packed(self, calls: dict[int, list[Any]], group: dict[str, Any]) -> None:
+        """calls: by the number of their step. The random bits of a state are those of its group's count of steps, which
+        state_dict keeps."""
+        if not calls:
             return
-        group["state_steps"] = step = group.get("state_steps", 0) + 1
-        lr, beta1, beta2, eps, decay, _ = self._scalars(group, step)
-        scalars = (lr, beta1, beta2, eps, decay)
-        step_packed(items, self.rule, self.state_dtype or "", scalars, -1.0 if group["maximize"] else 1.0, step, 0)
-        torch.autograd.graph.increment_version([p for p, *_ in items])
+        group["state_steps"] = count = group.get("state_steps", self.packed_from) + 1
+        for step, items in calls.items():
+            *scalars, nesterov = self._scalars(group, step)
+            sign = -1.0 if group["maximize"] else 1.0
+            flags = STEP_NESTEROV if nesterov else 0
+            step_packed(items, self.rule, self.state_dtype or "", scalars, sign, count, flags)
+            torch.autograd.graph.increment_version([p for p, *_ in items])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's; states come from any state_dtype into this one's."""
@@ -138,7 +156,7 @@ class OneStateOptimizer(Optimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             calls: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-            packed: list[Any] = []
+            packed: dict[int, list[Any]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -148,10 +166,9 @@ class OneStateOptimizer(Optimizer):
                 if p.dtype == torch.float64:
                     self._step_float64(p, group)
                     continue
-                if form := self._packed(p):
+                if self._keeps(group) and (form := self._packed(p)):
                     check_place(p, form)
-                    self._begin(p, group)
-                    packed.append(self._item(p, p.grad))
+                    packed.setdefault(self._begin(p, group), []).append(self._item(p, p.grad))
                     continue
                 calls.setdefault((p.device, self._begin(p, group)), []).append(p)
             self._step_packed(packed, group)

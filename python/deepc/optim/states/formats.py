@@ -16,8 +16,9 @@ from ...errors import ArgumentError, UnsupportedError
 
 FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
 BYTES_OF_256 = {name: form.bytes_of_256 for name, form in STATE_FORMATS.items()}
-SQUARES = "exp_avg_sq"  # the state that is never negative
+SQUARES = frozenset({"exp_avg_sq", "sum"})  # the states that are never negative
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
+STEP_NESTEROV = 2  # DC_STEP_NESTEROV
 APART = 1 << 40  # between the numbers of two tensors' elements, so that each has random bits of its own
 
 
@@ -71,7 +72,7 @@ def make_state(numel: int, state_dtype: str, first: int = 0) -> tuple[torch.Tens
 def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:
     """The numbers of state `name`, exactly, in fp32 [numel]."""
     out = torch.empty(numel)
-    squares, form = int(name == SQUARES), FORMATS[state_dtype]
+    squares, form = int(name in SQUARES), FORMATS[state_dtype]
     call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, squares, first, numel)
     return out
 
@@ -81,7 +82,7 @@ def pack(
 ) -> None:
     """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was."""
     values = values.reshape(-1).to(device="cpu", dtype=torch.float32).contiguous()
-    squares, form = int(name == SQUARES), FORMATS[state_dtype]
+    squares, form = int(name in SQUARES), FORMATS[state_dtype]
     call("dc_state_pack", codes.data_ptr(), scale.data_ptr(), values.data_ptr(), form, squares, first, values.numel())
 
 
@@ -102,7 +103,7 @@ def step_packed(
     items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
     rule: int,
     state_dtype: str,
-    scalars: tuple[float, float, float, float, float],
+    scalars: Iterable[float],
     grad_scale: float,
     step: int,
     flags: int,

@@ -287,8 +287,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         for a, run, (_, number) in zip(self._args, self._runs, self._numbers):
             self._aim(a, run, at)
+            kept = names[: rule.keeps(self.param_groups[run.group])]
+            if not kept:
+                continue
             a.format, a.first, a.state_dtype = FORMATS[rule.form], number, code(torch.bfloat16)
-            for k, name in enumerate(names if is_coded(rule.form) else ()):
+            for k, name in enumerate(kept if is_coded(rule.form) else ()):
                 a.scale[k] = cast(Coded, self.states[name]).pieces[run.own].scale.data_ptr()
 
     def _attach_torch(self) -> None:
@@ -483,8 +486,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rule, out = self._core, []
         for a, r in zip(args, runs):
             begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
+            kept = rule.names[: rule.keeps(self.param_groups[r.group])]
+            if not kept:
+                continue
             a.format, a.first, a.state_dtype = FORMATS[rule.form], number + r.own - begin, code(torch.bfloat16)
-            for k, name in enumerate(rule.names if is_coded(rule.form) else ()):
+            for k, name in enumerate(kept if is_coded(rule.form) else ()):
                 at = (r.own - cell.begin) // UNIT
                 units = cell.tensor(name + SCALE)[at : at - (-r.n // UNIT)]
                 places = scale_units(a.first, r.n, rule.form)

@@ -1,0 +1,42 @@
+/* rules.h: a vector's step of the rules with one state: Lion, Adagrad, SGD (ref/rules.h). */
+#ifndef DEEPC_OPS_CPU_RULES_H
+#define DEEPC_OPS_CPU_RULES_H
+
+#include "cpu/vec.h"
+
+typedef struct rule_scalars {
+  vf decay, l2, rate, minus_rate, b1, one_minus_b1, b2, one_minus_b2, eps, least;
+} rule_scalars;
+
+DC_INLINE rule_scalars rule_scalars_of(const dc__step_coef *c) {
+  return (rule_scalars){v_set1(c->decay), v_set1(c->l2),           v_set1(c->rate), v_set1(-c->rate),
+                        v_set1(c->b1),    v_set1(c->one_minus_b1), v_set1(c->b2),   v_set1(c->one_minus_b2),
+                        v_set1(c->eps),   v_set1(0x1p-149f)};
+}
+
+/* What a loop may know of a rule at compile time. */
+typedef struct rule_of {
+  int rule, has_state, has_l2, nesterov;
+} rule_of;
+
+/* p after the step; *s is the rule's state; g: with grad_scale. */
+DC_INLINE vf rule_step(rule_of of, const rule_scalars *c, vf p, vf g, vf *s) {
+  if (of.rule == DC_RULE_LION) {
+    const vf u = v_fma(c->b1, *s, v_mul(c->one_minus_b1, g));
+    const vf move = v_zero_below(v_by_sign(u, c->rate, c->minus_rate), v_abs(u), c->least);
+    *s = v_fma(c->b2, *s, v_mul(c->one_minus_b2, g));
+    return v_nan_of(v_add(v_mul(p, c->decay), move), u);
+  }
+  if (of.has_l2) g = v_fma(c->l2, p, g);
+  if (of.rule == DC_RULE_ADAGRAD) {
+    *s = v_add(*s, v_mul(g, g));
+    return v_add(p, v_div(v_mul(c->rate, g), v_add(v_sqrt(*s), c->eps)));
+  }
+  if (of.has_state) {
+    *s = v_fma(c->one_minus_b2, g, v_mul(c->b1, *s));
+    g = of.nesterov ? v_fma(c->b1, *s, g) : *s;
+  }
+  return v_fma(c->rate, g, p);
+}
+
+#endif
