@@ -1,6 +1,6 @@
 """Validation loss of a small GPT with optimizer states in each format, relative to fp32 states.
 
-    python tests/bench/formats.py [--steps 600] [--seed 0]
+    python tests/bench/formats.py [--steps 600] [--seed 0] [--kinds SGD Adagrad]
 
 Byte tokens of this repository's documentation; one run a format, the same batches and start for all.
 """
@@ -18,7 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 from tiny import make_model
 
-CONTEXT, CASES = 64, {"AdamW": (3e-3, {"weight_decay": 0.01}), "Lion": (5e-4, {"weight_decay": 0.1})}
+CONTEXT = 64
+CASES = {
+    "AdamW": (3e-3, {"weight_decay": 0.01}),
+    "Lion": (5e-4, {"weight_decay": 0.1}),
+    "SGD": (0.3, {"momentum": 0.9}),
+    "Adagrad": (2e-2, {}),
+}
 
 
 def tokens() -> torch.Tensor:
@@ -50,9 +56,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the model's first weights")
+    parser.add_argument("--kinds", nargs="+", choices=CASES, default=list(CASES), help="of optimizers")
     args, data = parser.parse_args(), tokens()
     steps, seed = args.steps, args.seed
-    for kind in CASES:
+    for kind in args.kinds:
         whole = train(kind, None, steps, data, seed)
         for form in ("bf16", "int8", "int4"):
             print(f"{kind} {form}: {train(kind, form, steps, data, seed) / whole:.4f} of {whole:.4f}", flush=True)

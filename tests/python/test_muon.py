@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import deepc
 import pytest
 import tiny
 import torch
-from deepc.errors import ArgumentError
+from deepc.errors import ArgumentError, UnsupportedError
 from deepc.optim.kinds.muon import choose_by_name, orthogonalize
 from deepc.zero.step.across.matrices import rounds_of
 from ranks import run_ranks
@@ -158,19 +159,111 @@ def test_embeddings_are_known_by_their_names():
     assert [p.use_muon for p in params] == [False, False, True, False, False, False]
 
 
+# ---- formats ---------------------------------------------------------------------------------------------------------
+FORMS = ["bf16", "int8", "int4"]
+
+
+def _pair(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(*s, generator=generator).to(dtype)) for s in ((40, 96), (300,))]
+
+
+def _step(optimizer, params, seed):
+    for p, g in zip(params, _pair(1000 + seed)):
+        p.grad = g.detach().to(p.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_step_of_a_format_is_that_of_fp32(form, nesterov):
+    """States are rounded when they are kept, and begin as zeros."""
+    mine, theirs = _pair(0), _pair(0)
+    options = {"lr": 0.02, "ns_dtype": "float32", "nesterov": nesterov}
+    one, other = deepc.optim.Muon(mine, state_dtype=form, **options), deepc.optim.Muon(theirs, **options)
+    _step(one, mine, 0), _step(other, theirs, 0)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    _step(one, mine, 1), _step(other, theirs, 1)
+    assert all(not torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_momentum_in_a_format_is_the_formula_rounded_by_less_than_a_code(form):
+    from deepc.optim.states.formats import is_coded, unpack
+
+    p = _pair(0)[:1]
+    opt, momentum = deepc.optim.Muon(p, lr=0.02, momentum=0.9, state_dtype=form), torch.zeros(40, 96)
+
+    def kept():
+        state = opt.state[p[0]]
+        if not is_coded(form):
+            return state["momentum_buffer"].float()
+        scale = state["momentum_buffer_scale"]
+        return unpack(state["momentum_buffer"], scale, 40 * 96, form, "momentum_buffer", 0).view(40, 96)
+
+    block, gap, least = {"bf16": (1, 2**-7, 0), "int8": (256, 2**-3, 2**-15), "int4": (128, 2**-1, 2**-2)}[form]
+    for step in range(5):
+        _step(opt, p, step)
+        exact = 0.9 * momentum + 0.1 * p[0].grad
+        top = exact.view(-1, block).abs().amax(1, keepdim=True).expand(-1, block).reshape(40, 96)
+        momentum = kept()
+        off = (momentum - exact).abs() / torch.maximum(gap * exact.abs(), least * top)
+        assert float(off.max()) <= 1 and float(off.mean()) > 0.01, (step, off.max(), off.mean())
+
+
+@pytest.mark.parametrize("form", ["fp32", *FORMS])
+def test_states_in_a_format_come_back_from_state_dict(form):
+    dtype = torch.bfloat16 if form == "fp32" else torch.float32
+    mine, twins, plain = (_pair(0, dtype) for _ in range(3))
+    opt, other = (deepc.optim.Muon(p, lr=0.02, state_dtype=form) for p in (mine, twins))
+    for step in range(3):
+        _step(opt, mine, step)
+    momentum = opt.state[mine[0]]["momentum_buffer"]
+    assert momentum.nbytes == 40 * 96 * {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}[form]
+    with torch.no_grad():
+        for a, b in zip(twins, mine):
+            a.copy_(b)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    copied = copy.deepcopy(opt)
+    for step in range(3, 5):
+        _step(opt, mine, step), _step(other, twins, step)
+        _step(copied, [p for g in copied.param_groups for p in g["params"]], step)
+    for a, b, c in zip(mine, twins, (p for g in copied.param_groups for p in g["params"])):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    exact = deepc.optim.Muon(plain, lr=0.02)  # into the parameter's dtype
+    exact.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert {t.dtype for s in exact.state.values() for n, t in s.items() if n != "step"} == {dtype}
+    _step(exact, plain, 5)
+
+
+def test_formats_of_muon_that_do_not_exist(tmp_path):
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with pytest.raises(UnsupportedError, match='Muon with optimizer.params.state_dtype "int8" and offload to nvme'):
+        deepc.initialize(
+            model=tiny.make_model(), config=_config(2, 1, form="int8", zero_optimization={"offload_optimizer": nvme})
+        )
+    p = torch.nn.Parameter(torch.zeros(4, 6).T)
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(UnsupportedError, match="state_dtype='int8' needs parameters in the standard memory format"):
+        deepc.optim.Muon([p], state_dtype="int8").step()
+    deepc.optim.Muon([p], state_dtype="bf16").step()
+
+
 # ---- in an engine ----------------------------------------------------------------------------------------------------
 PARAMS = {"lr": 0.02, "adam_lr": 3e-3, "ns_dtype": "float32"}
 
 
-def _config(stage, world, precision="fp32", **extra):
+def _config(stage, world, precision="fp32", form=None, **extra):
     extra = {"deepc": {"bucket_elems": 8192}, **extra}  # a matrix lies in several shards
+    params = PARAMS if form is None else {**PARAMS, "state_dtype": form}
     return tiny.config(
-        stage, micro=8 // world, precision=precision, optimizer={"type": "muon", "params": PARAMS}, **extra
+        stage, micro=8 // world, precision=precision, optimizer={"type": "muon", "params": params}, **extra
     )
 
 
-def _train(rank, world, precision):
-    return tiny.at_all_stages(lambda stage: _config(stage, world, precision), 5, rank, world)
+def _train(rank, world, precision, form=None):
+    return tiny.at_all_stages(lambda stage: _config(stage, world, precision, form), 5, rank, world)
 
 
 def plain(steps):
@@ -187,23 +280,33 @@ def test_all_stages_have_equal_bits_and_follow_the_drop_in(precision):
     tiny.check_all_equal(ranks)
 
 
-def _layouts(rank, world, places):
-    return tiny.at_layouts(_config, rank, world, places)
+@pytest.mark.parametrize("precision, form", [("fp32", "int8"), ("bf16", "bf16"), ("bf16", "int4")])
+def test_formats_have_equal_bits_at_all_stages_and_follow_fp32(precision, form):
+    ranks = run_ranks(_train, 2, args=(precision, form))
+    losses, _ = ranks[0][0]
+    exact = plain(5)
+    assert losses != exact and abs(losses[-1] - exact[-1]) < 0.1 * (exact[0] - exact[-1]), (losses, exact)
+    tiny.check_all_equal(ranks)
 
 
-def test_any_number_of_ranks_and_nodes_gives_equal_bits():
-    one = run_ranks(_layouts, 1, args=([(0, 1), (3, 1)],))[0]
-    four = run_ranks(_layouts, 4, args=([(0, 1), (3, 1), (2, 2), (0, 2)],))
+def _layouts(rank, world, places, form=None):
+    return tiny.at_layouts(functools.partial(_config, form=form), rank, world, places)
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_any_number_of_ranks_and_nodes_gives_equal_bits(form):
+    one = run_ranks(_layouts, 1, args=([(0, 1), (3, 1)], form))[0]
+    four = run_ranks(_layouts, 4, args=([(0, 1), (3, 1), (2, 2), (0, 2)], form))
     for found in (one[1], *four[0], *four[3]):
         assert all(torch.equal(w, one[0][n]) for n, w in found.items())
 
 
-def _resume(rank, world, folder):
+def _resume(rank, world, folder, form):
     import torch.distributed as dist
 
     wanted = None
     for stage in (2, 3, 0):
-        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world))
+        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world, form=form))
         if wanted is not None:
             engine.load_checkpoint(folder)
         for step in range(0 if wanted is None else 2, 4):
@@ -227,8 +330,9 @@ def _resume(rank, world, folder):
     return bool(found["momentum"].any())
 
 
-def test_a_checkpoint_goes_on_with_equal_bits(tmp_path):
-    assert all(run_ranks(_resume, 2, args=(str(tmp_path),)))
+@pytest.mark.parametrize("form", [None, "bf16", "int8"])
+def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
+    assert all(run_ranks(_resume, 2, args=(str(tmp_path), form)))
 
 
 def test_matrices_are_dealt_by_their_cost():

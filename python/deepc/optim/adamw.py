@@ -9,14 +9,11 @@ import torch
 
 from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
-from .states.dense import Optimizer, check_tensor, in_order, loss_of, state_in_order, zeros_for
+from .states.dense import Optimizer, check_tensor, in_order, loss_of, new_states, packed_item, state_in_order
 from .states.formats import (
     SCALE,
     check_place,
     check_state_dtype,
-    is_coded,
-    make_state,
-    number_of,
     step_packed,
     take_states,
 )
@@ -82,7 +79,7 @@ class AdamW(Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "state_dtype": self.state_dtype, "_fp32_moments": self._fp32_moments}
+        return {**super().__getstate__(), "_fp32_moments": self._fp32_moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -101,17 +98,8 @@ class AdamW(Optimizer):
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
             dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
             form = self._packed(p)
-            for color, name in enumerate(names, start=2):
-                if is_coded(form):
-                    state[name], state[name + SCALE] = make_state(p.numel(), form)
-                    continue
-                dtype = torch.bfloat16 if form else dtype
-                state[name] = zeros_for(p, dtype, color)
+            new_states(state, names, p, form, dtype)
         return state
-
-    def _packed(self, p: torch.Tensor) -> str:
-        """The format of p's moments if the packed kernel steps them, else ""."""
-        return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's. It casts moments to the parameter's dtype; here they come unrounded where they are fp32, and from
@@ -121,14 +109,6 @@ class AdamW(Optimizer):
         coded = any(torch.is_tensor(s.get("exp_avg" + SCALE)) for s in state_dict["state"].values())
         if self._fp32_moments or self.state_dtype is not None or coded:
             take_states(self, state_dict, names, "fp32" if self._fp32_moments else self.state_dtype)
-
-    def _item(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-        """For step_packed."""
-        names = ("exp_avg", "exp_avg_sq")
-        coded = "exp_avg" + SCALE in state
-        states = [state[n] if coded else state_in_order(state, n, p) for n in names]
-        scales = [state[n + SCALE] for n in names] if coded else []
-        return in_order(p, p), in_order(grad, p), states, scales, number_of(self, p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -152,7 +132,7 @@ class AdamW(Optimizer):
                 step = int(state["step"].item())
                 if form := self._packed(p):
                     check_place(p, form)
-                    packed.setdefault(step, []).append(self._item(p, p.grad, state))
+                    packed.setdefault(step, []).append(packed_item(self, p, p, p.grad, ("exp_avg", "exp_avg_sq")))
                     continue
                 calls.setdefault((p.device, step), []).append((p, p.grad, state))
             for step, packed_items in packed.items():

@@ -101,15 +101,16 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 def state_bytes_of(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of 256 elements of one of these states, with its scales. Of Muon and Adafactor the mean over all
     parameters, which have more and fewer."""
-    rule, fp32 = core_rule(optimizer), BYTES_OF_256["fp32"]
+    rule = core_rule(optimizer)
     if rule is None:
-        return fp32
+        return BYTES_OF_256["fp32"]
+    size = BYTES_OF_256[rule.form or "fp32"]
     if rule.kind not in (MUON, ADAFACTOR):
-        return BYTES_OF_256[rule.form or "fp32"]
+        return size
     sizes: list[tuple[int, int]] = [
         (p.numel(), _states_of(rule, g, p)) for g in optimizer.param_groups for p in g["params"]
     ]
-    return -(-fp32 * sum(states for _, states in sizes) // max(1, sum(n for n, _ in sizes)))
+    return -(-size * sum(states for _, states in sizes) // max(1, sum(n for n, _ in sizes)))
 
 
 def _states_of(rule: CoreRule, group: Mapping[str, Any], p: torch.Tensor) -> int:
@@ -191,6 +192,11 @@ def check_format(
         raise UnsupportedError(
             f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
             " Remove one of the two"
+        )
+    if form and rule is not None and rule.kind == MUON and on_disk:
+        raise UnsupportedError(
+            f'{type(optimizer).__name__} with optimizer.params.state_dtype "{form}" and {where} does not exist. Remove'
+            " one of the two"
         )
     if form and parameters_on_disk and not states_on_disk:
         raise UnsupportedError(

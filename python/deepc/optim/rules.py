@@ -16,13 +16,12 @@ from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
 from .onebit.dropin import OneBitOptimizer
+from .states.formats import ADAGRAD, ADAMW, DECOUPLED, LION, NESTEROV, SGD_RULE
 
-ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
 MUON = -2  # zero/step/across/matrices.py
 ADAFACTOR = -3  # zero/step/across/factored.py
 ONEBIT = -4  # zero/step/across/momentum.py
-DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 
 
 class Scalars(NamedTuple):
@@ -81,7 +80,9 @@ def _adagrad(base: torch.optim.Optimizer) -> CoreRule:
         lr = float(g["lr"]) / (1 + (step - 1) * float(g["lr_decay"]))
         return Scalars(lr, 0.0, 0.0, float(g["eps"]), float(g["weight_decay"]), 0)
 
-    return CoreRule(ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]), _form(base))
+    return CoreRule(
+        ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]), _form(base)
+    )
 
 
 def _sgd(base: torch.optim.Optimizer) -> CoreRule:
@@ -108,7 +109,13 @@ def _muon(base: torch.optim.Optimizer) -> CoreRule:
         beta1, beta2 = (float(b) for b in g["adam_betas"])
         return Scalars(float(g["lr"]), beta1, beta2, float(g["adam_eps"]), float(g["weight_decay"]), DECOUPLED)
 
-    return CoreRule(MUON, ("momentum_buffer", "exp_avg", "exp_avg_sq"), lambda g: 1 if g["use_muon"] else 2, scalars)
+    return CoreRule(
+        MUON,
+        ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+        lambda g: 1 if g["use_muon"] else 2,
+        scalars,
+        form=_form(base),
+    )
 
 
 def _adafactor(base: torch.optim.Optimizer) -> CoreRule:

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ArgumentError, UnsupportedError
 from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable
-from ..states.formats import SCALE, check_state_dtype
+from ..states.formats import ADAGRAD, SCALE, check_state_dtype
 
 
 class Adagrad(OneStateOptimizer):
@@ -17,7 +17,7 @@ class Adagrad(OneStateOptimizer):
     JMLR 2011). The sums are made at the first step or state_dict(), not with the optimizer. Sparse gradients are
     stepped by torch's own operators, which touch their elements alone. state_dtype: as AdamW's."""
 
-    rule, state_name, instead = 2, "sum", "torch.optim.Adagrad"
+    rule, state_name, instead = ADAGRAD, "sum", "torch.optim.Adagrad"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..states.dense import OneStateOptimizer, check_range
-from ..states.formats import check_state_dtype
+from ..states.formats import LION, check_state_dtype
 
 
 class Lion(OneStateOptimizer):
@@ -16,7 +16,7 @@ class Lion(OneStateOptimizer):
     weight_decay) - lr sign(u); m = beta2 m + (1 - beta2) g. State: `exp_avg`. Its lr is 3 to 10 times smaller than
     AdamW's, and its weight_decay as many times larger (section 5 of the paper). state_dtype: as AdamW's."""
 
-    rule, state_name, instead = 1, "exp_avg", "AdamW with dense gradients"
+    rule, state_name, instead = LION, "exp_avg", "AdamW with dense gradients"
 
     def __init__(
         self,

@@ -10,11 +10,22 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..states.dense import Optimizer, check_range, loss_of
+from ..states.dense import Optimizer, check_range, loss_of, new_states, packed_item
+from ..states.formats import (
+    ADAMW,
+    DECOUPLED,
+    SCALE,
+    check_place,
+    check_state_dtype,
+    step_momentum,
+    step_packed,
+    take_states,
+)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 METHODS = ("standard", "gram")
 RESTART = 3  # iterations of "gram" on one Gram matrix, whose rounding grows with them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of what AdamW steps
 NOT_FOR_MUON = ("embed", "lm_head")  # parts of names of matrices that AdamW is meant for
 
 
@@ -95,8 +106,16 @@ class Muon(Optimizer):
     ns_method: "standard", or "gram": the same iterations on the Gram matrix of the smaller side, which takes fewer
     products where the sides differ (https://tridao.me/blog/2026/gram-newton-schulz). ns_dtype: of the products:
     bfloat16, as in torch, or float32, which is faster on processors without instructions for the former; None: bfloat16
-    of the standard method, float32 of the other one, whose rounding grows more.
+    of the standard method, float32 of the other one, whose rounding grows more. state_dtype: as AdamW's, of momentum
+    and of AdamW's moments.
     """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's; states come from any state_dtype into this one's."""
+        super().load_state_dict(state_dict)
+        coded = any(name.endswith(SCALE) for s in state_dict["state"].values() for name in s)
+        if self.state_dtype is not None or coded:
+            take_states(self, state_dict, ("momentum_buffer", *MOMENTS), self.state_dtype)
 
     def __init__(
         self,
@@ -116,7 +135,9 @@ class Muon(Optimizer):
         adam_eps: float = 1e-8,
         ns_method: str = "standard",
         ns_dtype: str | None = None,
+        state_dtype: str | None = None,
     ) -> None:
+        self.state_dtype = check_state_dtype("Muon", state_dtype)
         rates = {k: v for k, v in (("muon_lr", muon_lr), ("adam_lr", adam_lr)) if v is not None}
         for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adam_eps": adam_eps, **rates}.items():
             check_range(name, value)
@@ -183,20 +204,32 @@ class Muon(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse or p.is_complex() for p in params):
                 raise ArgumentError("Muon takes dense, real gradients")
-            if group["use_muon"]:
+            if group["use_muon"] and params:
+                group["state_steps"] = count = group.get("state_steps", 0) + 1  # which random bits follow from
                 for p in params:
-                    self._step_matrix(p, group)
+                    self._step_matrix(p, group, count)
             elif params:
                 self._step_adamw(params, group)
         return loss
 
-    def _step_matrix(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        state, momentum, lr = self.state[p], group["momentum"], float(group["lr"])
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        buffer, g = state["momentum_buffer"], p.grad
+    def _momentum(self, p: torch.Tensor, group: dict[str, Any], count: int) -> torch.Tensor:
+        """p's momentum after this step, which is not to be written."""
+        state, momentum, g, form = self.state[p], group["momentum"], p.grad, self._packed(p)
         assert g is not None  # the caller has looked
-        buffer.lerp_(g, 1 - momentum)
+        if "momentum_buffer" not in state:
+            check_place(p, form)
+            new_states(state, ["momentum_buffer"], p, form, self._dtype_of(p))
+        if form:
+            made = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.preserve_format)
+            step_momentum([packed_item(self, p, made, g, ["momentum_buffer"])], form, momentum, 1.0, count)
+            return made.to(p.dtype)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        return buffer.lerp_(g.to(buffer.dtype), 1 - momentum).to(p.dtype)
+
+    def _step_matrix(self, p: torch.Tensor, group: dict[str, Any], count: int) -> None:
+        momentum, lr, g = group["momentum"], float(group["lr"]), p.grad
+        assert g is not None  # the caller has looked
+        buffer = self._momentum(p, group, count)
         update = g.lerp(buffer, momentum) if group["nesterov"] else buffer
         dtype = torch.float64 if p.dtype == torch.float64 else getattr(torch, group["ns_dtype"])
         update = orthogonalize_as(group, update, dtype)
@@ -206,23 +239,38 @@ class Muon(Optimizer):
     def _step_adamw(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         from torch.optim.adamw import adamw
 
+        betas, lr = (float(group["adam_betas"][0]), float(group["adam_betas"][1])), float(group["lr"])
+        eps, decay = float(group["adam_eps"]), float(group["weight_decay"])
+        packed: dict[int, list[Any]] = {}
+        plain: list[torch.Tensor] = []
         for p in params:
-            if not self.state[p]:
-                self.state[p]["step"] = torch.tensor(0.0)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            form, state = self._packed(p), self.state[p]
+            if not state:
+                check_place(p, form)
+                state["step"] = torch.tensor(0.0)
+                new_states(state, MOMENTS, p, form, self._dtype_of(p))
+            if form and p.grad is not None:
+                state["step"] += 1
+                packed.setdefault(int(state["step"]), []).append(packed_item(self, p, p, p.grad, MOMENTS))
+            else:
+                plain.append(p)
+        for step, items in packed.items():
+            step_packed(items, ADAMW, self.state_dtype or "", (lr, *betas, eps, decay), 1.0, step, DECOUPLED)
+            torch.autograd.graph.increment_version([p for p, *_ in items])
+        if not plain:
+            return
         adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            plain,
+            [p.grad.to(self._dtype_of(p)) for p in plain if p.grad is not None],
+            [self.state[p]["exp_avg"] for p in plain],
+            [self.state[p]["exp_avg_sq"] for p in plain],
             [],
-            [self.state[p]["step"] for p in params],
+            [self.state[p]["step"] for p in plain],
             amsgrad=False,
-            beta1=float(group["adam_betas"][0]),
-            beta2=float(group["adam_betas"][1]),
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["adam_eps"]),
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=eps,
             maximize=False,
         )

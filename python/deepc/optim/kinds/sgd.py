@@ -9,15 +9,15 @@ import torch
 
 from ...errors import ArgumentError
 from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable
-from ..states.formats import check_state_dtype
+from ..states.formats import SGD_RULE, check_state_dtype
 
 
 class SGD(OneStateOptimizer):
     """torch.optim.SGD with the same arguments, param_groups, state (`momentum_buffer`) and state_dict: momentum,
-    dampening, Nesterov's form (Sutskever et al., ICML 2013), weight decay as L2. state_dtype: as AdamW's, of groups with
-    momentum."""
+    dampening, Nesterov's form (Sutskever et al., ICML 2013), weight decay as L2. state_dtype: as AdamW's, of groups
+    with momentum."""
 
-    rule, state_name, instead = 3, "momentum_buffer", "torch.optim.SGD"
+    rule, state_name, instead = SGD_RULE, "momentum_buffer", "torch.optim.SGD"
     packed_from = 1  # dc_step takes step 1 for one that makes the buffer; `_scalars` says so of each parameter
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from ...core import memory
 from ...core.ops import FLOATS
 from ...errors import ArgumentError, UnsupportedError
 from .formats import (
+    NESTEROV,
     SCALE,
-    STEP_NESTEROV,
     check_place,
     is_coded,
     make_state,
@@ -31,6 +31,27 @@ def zeros_for(p: torch.Tensor, dtype: torch.dtype, color: int) -> torch.Tensor:
     if p.device.type == "cpu" and p.numel() >= 1 << 16:
         return memory.zeros(p.numel(), dtype, color).view(p.shape)
     return torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def new_states(
+    state: dict[str, torch.Tensor], names: Sequence[str], p: torch.Tensor, form: str, dtype: torch.dtype
+) -> None:
+    """Makes the zeroed states of `p` in a format, or in `dtype` where that is ""."""
+    for color, name in enumerate(names, start=2):
+        if is_coded(form):
+            state[name], state[name + SCALE] = make_state(p.numel(), form)
+        else:
+            state[name] = zeros_for(p, torch.bfloat16 if form else dtype, color)
+
+
+def packed_item(
+    optimizer: torch.optim.Optimizer, p: torch.Tensor, moved: torch.Tensor, grad: torch.Tensor, names: Sequence[str]
+) -> tuple[Any, ...]:
+    """p's states and `grad` for step_packed; moved: what the step is made of, p or a tensor of its order."""
+    state = optimizer.state[p]
+    scales = [state[n + SCALE] for n in names if n + SCALE in state]
+    states = [state[n] if scales else state_in_order(state, n, p) for n in names]
+    return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -60,6 +81,19 @@ class Optimizer(torch.optim.Optimizer):
     the wrapper's first call imports torch._dynamo, half of the CPU time until an engine is ready (1.8 of 3.5 s). Where
     nobody has imported it there is nothing that could trace them."""
 
+    state_dtype: str | None = None  # how states are stored (formats.py)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+
+    def _packed(self, p: torch.Tensor) -> str:
+        """The format of p's states, where they have one; "": their dtype."""
+        return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
+
+    def _dtype_of(self, p: torch.Tensor) -> torch.dtype:
+        """The dtype of p's states without a format."""
+        return torch.float32 if self.state_dtype == "fp32" and p.dtype != torch.float64 else p.dtype
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
 
@@ -82,11 +116,7 @@ class OneStateOptimizer(Optimizer):
     rule: int  # dc_step_rule
     state_name: str
     instead: str  # torch's class that takes sparse gradients
-    state_dtype: str | None = None
     packed_from = 0  # what the count of steps of states with a format begins after
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "state_dtype": self.state_dtype}
 
     def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
         """(lr, beta1, beta2, eps, weight_decay, nesterov) of dc_step_args."""
@@ -107,28 +137,14 @@ class OneStateOptimizer(Optimizer):
         """Steps `p` with its sparse gradient; False: the rule takes none."""
         return False
 
-    def _packed(self, p: torch.Tensor) -> str:
-        """The format of p's state, where it has one; "": its dtype."""
-        return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
-
     def _new_state(self, p: torch.Tensor, value: float = 0.0) -> None:
         """Makes p's state, of `value` throughout."""
         state, form, name = self.state[p], self._packed(p), self.state_name
-        if is_coded(form):
-            state[name], state[name + SCALE] = make_state(p.numel(), form)
-            if value != 0:
-                pack(state[name], state[name + SCALE], torch.full((p.numel(),), value), form, name, 0)
-            return
-        wide = torch.float32 if self.state_dtype == "fp32" and p.dtype != torch.float64 else p.dtype
-        state[name] = zeros_for(p, torch.bfloat16 if form else wide, 2)
-        if value != 0:
+        new_states(state, [name], p, form, self._dtype_of(p))
+        if value != 0 and is_coded(form):
+            pack(state[name], state[name + SCALE], torch.full((p.numel(),), value), form, name, 0)
+        elif value != 0:
             state[name].fill_(value)
-
-    def _item(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[Any, ...]:
-        state = self.state[p]
-        scale = state.get(self.state_name + SCALE)
-        kept = state_in_order(state, self.state_name, p) if scale is None else state[self.state_name]
-        return in_order(p, p), in_order(grad, p), [kept], [] if scale is None else [scale], number_of(self, p)
 
     def _step_packed(self, calls: dict[int, list[Any]], group: dict[str, Any]) -> None:
         """calls: by the number of their step. The random bits of a state are those of its group's count of steps, which
@@ -139,7 +155,7 @@ class OneStateOptimizer(Optimizer):
         for step, items in calls.items():
             *scalars, nesterov = self._scalars(group, step)
             sign = -1.0 if group["maximize"] else 1.0
-            flags = STEP_NESTEROV if nesterov else 0
+            flags = NESTEROV if nesterov else 0
             step_packed(items, self.rule, self.state_dtype or "", scalars, sign, count, flags)
             torch.autograd.graph.increment_version([p for p, *_ in items])
 
@@ -168,7 +184,9 @@ class OneStateOptimizer(Optimizer):
                     continue
                 if self._keeps(group) and (form := self._packed(p)):
                     check_place(p, form)
-                    packed.setdefault(self._begin(p, group), []).append(self._item(p, p.grad))
+                    packed.setdefault(self._begin(p, group), []).append(
+                        packed_item(self, p, p, p.grad, [self.state_name])
+                    )
                     continue
                 calls.setdefault((p.device, self._begin(p, group)), []).append(p)
             self._step_packed(packed, group)

@@ -18,7 +18,8 @@ FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
 BYTES_OF_256 = {name: form.bytes_of_256 for name, form in STATE_FORMATS.items()}
 SQUARES = frozenset({"exp_avg_sq", "sum"})  # the states that are never negative
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
-STEP_NESTEROV = 2  # DC_STEP_NESTEROV
+ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
+DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 APART = 1 << 40  # between the numbers of two tensors' elements, so that each has random bits of its own
 
 
@@ -87,7 +88,9 @@ def pack(
 
 
 def check_place(p: torch.Tensor, state_dtype: str) -> None:
-    """UnsupportedError where a parameter can't have such states."""
+    """UnsupportedError where a parameter can't have such states; "" can be anywhere."""
+    if not state_dtype:
+        return
     if p.device.type != "cpu":
         raise UnsupportedError(
             f"state_dtype={state_dtype!r} exists on the CPU only, and a parameter is on {p.device}; leave it out there"
@@ -107,9 +110,10 @@ def step_packed(
     grad_scale: float,
     step: int,
     flags: int,
+    copies: Sequence[torch.Tensor] = (),
 ) -> None:
     """One dc_step over items of (parameter, gradient, states, scales, number of its first element), all dense and in
-    one order; scalars: lr, beta1, beta2, eps, weight_decay."""
+    one order; scalars: lr, beta1, beta2, eps, weight_decay; copies: get the parameters, rounded."""
     args = StepArgs.array(max(1, len(items)))
     for a, (p, g, states, scales, first) in zip(args, items):
         a.param, a.grad, a.n = p.data_ptr(), g.data_ptr(), p.numel()
@@ -121,7 +125,22 @@ def step_packed(
         a.grad_scale, a.step, a.flags, a.rule = grad_scale, step, flags, rule
         a.param_dtype, a.grad_dtype, a.state_dtype = code(p.dtype), code(g.dtype), code(torch.bfloat16)
         a.format, a.first = FORMATS[state_dtype], first
+    for a, copy in zip(args, copies):
+        a.lowp, a.lowp_dtype = copy.data_ptr(), code(copy.dtype)
     check(C.dc_step(args, len(items)))
+
+
+def step_momentum(
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
+    state_dtype: str,
+    momentum: float,
+    grad_scale: float,
+    step: int,
+) -> None:
+    """m = momentum * m + (1 - momentum) * grad_scale * gradient, of items of (fp32 zeros, gradient, [m], scales, number
+    of its first element); the zeros become m before it is rounded. It is a step of SGD with the rate -1; its first step
+    has no dampening, so that steps count from 2 here."""
+    step_packed(items, SGD_RULE, state_dtype, (-1.0, momentum, momentum, 0.0, 0.0), grad_scale, step + 1, 0)
 
 
 def take_states(

@@ -32,8 +32,8 @@ from ...optim.factory import (
     twin_over,
 )
 from ...optim.onebit.dropin import OneBitOptimizer
-from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, ONEBIT, CoreRule, Scalars, core_rule
-from ...optim.states.formats import FORMATS, SCALE, is_coded, scale_units
+from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
+from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, SCALE, is_coded, scale_units
 from ...plan.layout import Segment
 from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk
@@ -198,7 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             on_disk = st.tier is not None or bool(st.plan.parameters_on)
             kind = MatrixUpdateOnDisk if rule.kind == MUON and on_disk else ACROSS[rule.kind]
             more = cast(OneBitOptimizer, self.base) if rule.kind == ONEBIT else self._sharers
-            self._across = kind(st, self.param_groups, self._group_of, cast(Any, more))
+            form = {"form": rule.form} if rule.kind == MUON else {}
+            self._across = kind(st, self.param_groups, self._group_of, cast(Any, more), **form)
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -225,6 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def coded_bytes(self) -> int:
         """Of states that are kept as codes, and have no views."""
+        if isinstance(self._across, MatrixUpdate):
+            return self._across.coded_bytes()
         return sum(a.nbytes() for a in self.states.values() if isinstance(a, Coded)) if self.core else 0
 
     def _make_args(self) -> None:

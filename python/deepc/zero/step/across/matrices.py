@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ....comm.groups import swap
-from ....optim.kinds.muon import orthogonalize_as, scale_of
-from ....optim.rules import SGD_RULE
+from ....optim.kinds.muon import MOMENTS, orthogonalize_as, scale_of
+from ....optim.states.formats import ADAMW, DECOUPLED, SGD_RULE, is_coded, step_momentum, step_packed
 from ....plan.layout import Segment, padded
 from ...state import ModelState
+from ...tiers.coded import Coded
 from ...tiers.windows import Array, Window
-from .base import AcrossUpdate
+from .base import AcrossUpdate, stretch_of
 from .sharers import Sharers
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
@@ -66,8 +67,11 @@ class MatrixUpdate(AcrossUpdate):
         groups: Sequence[Mapping[str, Any]],
         group_of: Sequence[int],
         sharers: Sharers | None = None,
+        form: str = "",
     ) -> None:
+        """form: how states are stored, where that is not fp32 (optim/states/formats.py)."""
         self._state, self._groups, self._group_of, self._sharers = state, groups, group_of, sharers
+        self._form = form
         segments = sorted(state.plan.segments, key=lambda s: (s.param, s.param_begin))
         self._mine: dict[int, list[Segment]] = {}
         for s in segments:
@@ -79,20 +83,35 @@ class MatrixUpdate(AcrossUpdate):
 
     def _make_arrays(self) -> None:
         ends = {True: 0, False: 0}
+        stretches: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         for segments in self._mine.values():
             for s in segments:
                 kind = self.is_matrix(s.param)
+                stretches[kind].append((ends[kind], s.length, self._number(s)))
                 self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
-        self._arrays["momentum_buffer"] = self._state.zeros(ends[True], torch.float32, "exp_avg")
-        for name in ("exp_avg", "exp_avg_sq"):
-            self._arrays[name] = self._state.zeros(ends[False], torch.float32, name)
+        for name, kind, place in (("momentum_buffer", True, "exp_avg"), *((n, False, n) for n in MOMENTS)):
+            self._arrays[name] = self._new_array(name, ends[kind], stretches[kind], place)
+
+    def _new_array(self, name: str, n: int, stretches: Sequence[tuple[int, int, int]], place: str) -> Array:
+        state = self._state
+        if is_coded(self._form):
+            return Coded(name, self._form, n, stretches, lambda numel: state.zeros(numel, torch.uint8, place))
+        return state.zeros(n, torch.bfloat16 if self._form else torch.float32, place)
+
+    def _number(self, s: Segment) -> int:
+        """Of the segment's first element in the flat space of all ranks."""
+        return stretch_of(self._state.plan.layout, s).first
+
+    def coded_bytes(self) -> int:
+        """Of states that are kept as codes, and have no views."""
+        return sum(a.nbytes() for a in self._arrays.values() if isinstance(a, Coded))
 
     def is_matrix(self, param: int) -> bool:
         return bool(self._groups[self._group_of[param]]["use_muon"])
 
     def names_of(self, param: int) -> tuple[str, ...]:
         """Of the states of a parameter."""
-        return ("momentum_buffer",) if self.is_matrix(param) else ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.is_matrix(param) else MOMENTS
 
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         """(name, segment, this rank's part of it) of every state."""
@@ -133,13 +152,13 @@ class MatrixUpdate(AcrossUpdate):
     def update(self, grad_scale: float, step: int) -> None:
         """Collective, where there are several ranks."""
         for r, pieces in self._rounds:
-            directions = self._directions(r, grad_scale)
+            directions = self._directions(r, grad_scale, step)
             self._apply(self._orthogonal(r, pieces, directions) if pieces else self._orthogonal_of_all(r, directions))
         for group, segments in zip(self._groups, self._rest):
             if segments:
                 self._step_rest(group, segments, grad_scale, step)
 
-    def _directions(self, r: Round, grad_scale: float) -> dict[Segment, torch.Tensor]:
+    def _directions(self, r: Round, grad_scale: float, step: int) -> dict[Segment, torch.Tensor]:
         """Steps the momentum of this rank's parts of the round's matrices. What is to be made orthogonal of each."""
         out: dict[Segment, torch.Tensor] = {}
         by_group: dict[int, list[Segment]] = {}
@@ -148,10 +167,21 @@ class MatrixUpdate(AcrossUpdate):
         for g, segments in by_group.items():
             group = self._groups[g]
             lows = [torch.empty(s.length, dtype=r.dtype, device=self._state.state_device) for s in segments]
-            momentum = [self._window("momentum_buffer", s) for s in segments]
             grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
             if not segments:
                 continue
+            if self._form:
+                momentum = [torch.zeros(s.length) for s in segments]
+                items = [self._item(s, m, g, ("momentum_buffer",)) for s, m, g in zip(segments, momentum, grads)]
+                step_momentum(items, self._form, float(group["momentum"]), grad_scale, step)
+                if group["nesterov"]:
+                    self._lerp(momentum, grads, lows, group, grad_scale)
+                else:
+                    for low, m in zip(lows, momentum):
+                        low.copy_(m)
+                out.update(zip(segments, lows))
+                continue
+            momentum = [self._window("momentum_buffer", s) for s in segments]
             if group["nesterov"]:
                 ahead = [torch.empty_like(m) for m in momentum]
                 self._lerp(momentum, grads, ahead, group, grad_scale)
@@ -256,8 +286,33 @@ class MatrixUpdate(AcrossUpdate):
     def _step_rest(self, group: Mapping[str, Any], segments: list[Segment], grad_scale: float, step: int) -> None:
         params, lowps = self._targets(segments)
         grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
+        if self._form:
+            self._step_rest_packed(group, segments, params, lowps, grads, grad_scale, step)
+            return
         m, v = ([self._window(name, s) for s in segments] for name in ("exp_avg", "exp_avg_sq"))
         self._adamw(params, lowps, grads, m, v, group, grad_scale, step)
+
+    def _item(self, s: Segment, param: torch.Tensor, grad: torch.Tensor, names: Sequence[str]) -> Any:
+        """A segment for step_packed."""
+        at, arrays = self._at[s], [self._arrays[n] for n in names]
+        pieces = [a.pieces[at] for a in arrays if isinstance(a, Coded)]
+        states = [p.codes for p in pieces] or [Window(a, at, s.length).view for a in arrays]
+        return param, grad, states, [p.scale for p in pieces], self._number(s)
+
+    def _step_rest_packed(
+        self,
+        group: Mapping[str, Any],
+        segments: Sequence[Segment],
+        params: Sequence[torch.Tensor],
+        lowps: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        grad_scale: float,
+        step: int,
+    ) -> None:
+        items = [self._item(s, p, g, MOMENTS) for s, p, g in zip(segments, params, grads)]
+        beta1, beta2 = (float(b) for b in group["adam_betas"])
+        scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
+        step_packed(items, ADAMW, self._form, scalars, grad_scale, step, DECOUPLED, lowps)
 
     @staticmethod
     def _adamw(

@@ -80,7 +80,9 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         groups: Sequence[Mapping[str, Any]],
         group_of: Sequence[int],
         sharers: Sharers | None = None,
+        form: str = "",
     ) -> None:
+        assert not form  # check_format has looked
         self._work: Work | None = None
         super().__init__(state, groups, group_of, sharers)
 
