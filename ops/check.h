@@ -335,23 +335,44 @@ static inline int check_step(const dc_step_args *t, int64_t k) {
 
 /* ---- LAMB -------------------------------------------------------------------------------------------------------- */
 static inline int check_lamb_scalars(const dc_lamb_args *t, int64_t k, int apply) {
+  const int scaled = !apply || t->format != DC_STATE_NEAREST; /* the gradient is read */
   const check_scalar finite[] = {{"lr", t->lr},
                                  {"weight_decay", t->weight_decay},
                                  {"eps", t->eps},
-                                 {apply ? "trust" : "grad_scale", apply ? t->trust : t->grad_scale}};
+                                 {"trust", apply ? t->trust : 0},
+                                 {"grad_scale", scaled ? t->grad_scale : 0}};
   DC_TRY(check_finite(finite, sizeof finite / sizeof *finite, t->step, t->eps, k));
   return check_betas(t->beta1, t->beta2, k);
+}
+
+/* Its states in a format. */
+static inline int check_lamb_states(const dc_lamb_args *t) {
+  static const char *const names[] = {"state[0]", "state[1]"}, *const scales[] = {"scale[0]", "scale[1]"};
+  for (int s = 0; s < 2; s++) {
+    if (t->format == DC_STATE_STOCHASTIC) {
+      DC_TRY(check_floats(t->state[s], DC_BF16, t->n, names[s]));
+      continue;
+    }
+    DC_TRY(check_array(t->state[s], 1, t->n, names[s]));
+    DC_TRY(check_array(t->scale[s], sizeof(float), t->n, scales[s]));
+  }
+  return DC_OK;
 }
 
 /* Tensor k of a call. */
 static inline int check_lamb(const dc_lamb_args *t, int64_t k, int apply) {
   DC_TRY(check_lamb_scalars(t, k, apply));
   DC_TRY(check_count(t->n));
-  DC_TRY(check_format(DC_STATE_STOCHASTIC, t->first)); /* the same rule */
+  DC_TRY(check_format(t->format, t->first));
+  DC_TRY(check_format(DC_STATE_STOCHASTIC, t->first)); /* the same rule without a format */
   DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
-  if (!apply) DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
-  DC_TRY(check_array(t->exp_avg, sizeof(float), t->n, "exp_avg"));
-  DC_TRY(check_array(t->exp_avg_sq, sizeof(float), t->n, "exp_avg_sq"));
+  if (!apply || t->format != DC_STATE_NEAREST) DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
+  if (t->format != DC_STATE_NEAREST) {
+    DC_TRY(check_lamb_states(t));
+  } else {
+    DC_TRY(check_array(t->exp_avg, sizeof(float), t->n, "exp_avg"));
+    DC_TRY(check_array(t->exp_avg_sq, sizeof(float), t->n, "exp_avg_sq"));
+  }
   if (!apply) DC_TRY(check_array(t->param_sums, sizeof(double), t->n, "param_sums"));
   if (!apply) DC_TRY(check_array(t->update_sums, sizeof(double), t->n, "update_sums"));
   return apply && t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;

@@ -17,14 +17,39 @@ typedef struct lamb_job {
 /* A tensor's place on the line: whole blocks of its numbers. */
 static int64_t lamb_line(const dc_lamb_args *t) { return dc_lamb_blocks(t->first, t->n) * DC_BLOCK; }
 
+/* Where states have a format: the arguments of step_packed. */
+static dc_step_args lamb_as_step(const dc_lamb_args *t) {
+  return (dc_step_args){.struct_size = sizeof(dc_step_args),
+                        .param = t->param,
+                        .grad = t->grad,
+                        .state = {t->state[0], t->state[1]},
+                        .lowp = t->lowp,
+                        .n = t->n,
+                        .step = t->step,
+                        .beta1 = t->beta1,
+                        .beta2 = t->beta2,
+                        .rule = DC__RULE_LAMB,
+                        .param_dtype = t->param_dtype,
+                        .grad_dtype = t->grad_dtype,
+                        .state_dtype = DC_BF16,
+                        .lowp_dtype = t->lowp_dtype,
+                        .format = t->format,
+                        .first = t->first,
+                        .scale = {t->scale[0], t->scale[1]}};
+}
+
 /* The blocks [from, to) of a tensor. */
 static void lamb_blocks(const lamb_job *j, const dc_lamb_args *t, int64_t from, int64_t to) {
-  const dc__lamb_coef c = dc__lamb_coef_of(t, j->apply);
+  const dc__packed_coef c = {.lamb = dc__lamb_coef_of(t, j->apply)};
+  const dc_step_args packed = lamb_as_step(t);
   for (int64_t k = from; k < to; k++) {
     const int64_t edge = (t->first / DC_BLOCK + k) * DC_BLOCK - t->first;
     const int64_t begin = edge > 0 ? edge : 0, end = edge + DC_BLOCK < t->n ? edge + DC_BLOCK : t->n;
-    if (j->apply) j->ops->lamb_apply(t, &c, begin, end);
-    else j->ops->lamb_moments(t, &c, begin, end, &t->param_sums[k], &t->update_sums[k]);
+    const int formed = t->format != DC_STATE_NEAREST;
+    if (j->apply && formed) j->ops->step_packed(&packed, &c, begin, end);
+    else if (j->apply) j->ops->lamb_apply(t, &c.lamb, begin, end);
+    else if (formed) j->ops->lamb_packed_sums(&packed, &c, begin, end, &t->param_sums[k], &t->update_sums[k]);
+    else j->ops->lamb_moments(t, &c.lamb, begin, end, &t->param_sums[k], &t->update_sums[k]);
   }
 }
 
@@ -57,7 +82,7 @@ static int lamb_run(const dc_lamb_args *tensors, int64_t count, int apply) {
 static int lamb_call(const dc_lamb_args *tensors, int64_t count, int apply) {
   const void *list;
   void *owned;
-  int rc = CHECK_LIST(dc_lamb_args, reserved, tensors, count, &list, &owned);
+  int rc = CHECK_LIST(dc_lamb_args, format, tensors, count, &list, &owned);
   if (rc == DC_OK) rc = lamb_run(list, count, apply);
   free(owned);
   return rc;

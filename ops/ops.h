@@ -236,18 +236,24 @@ DC_API const char *dc_step_state_name(int rule, int index);
  *     and u^2, in fp64, of each block: DC_BLOCK elements of the number first + i, as far as they are the tensor's.
  *     16 accumulators, the block's element j goes to j % 16; combined by dc_sqnorm's tree.
  *   dc_lamb_apply: u again, of the same arguments; p = fma(-(lr * trust), u, p), which the caller makes of the norms.
- * Sums of a tensor's blocks in index order do not depend on how it is cut at edges of blocks. States are fp32. */
+ * Sums of a tensor's blocks in index order do not depend on how it is cut at edges of blocks.
+ * With a format m and v are rounded only when they are kept, so that dc_lamb_moments reads the states and leaves them,
+ * and dc_lamb_apply makes m and v again of the same gradient, the step of them, and writes them rounded: m = fma(1-b1,
+ * g, b1*m) there. It exists on CPUs. */
 typedef struct dc_lamb_args {
   size_t struct_size; /* sizeof(dc_lamb_args): see base.h */
   void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
-  const void *grad;   /* [n] grad_dtype; dc_lamb_apply does not read it */
+  const void *grad;   /* [n] grad_dtype; dc_lamb_apply reads it where states have a format */
   float *exp_avg, *exp_avg_sq; /* [n] */
   void *lowp;         /* [n] lowp_dtype, or NULL; written by dc_lamb_apply */
   double *param_sums, *update_sums; /* [dc_lamb_blocks(first, n)]; written by dc_lamb_moments */
   int64_t n, step, first; /* first: the number of element 0, a multiple of 64 */
   double lr, beta1, beta2, eps, weight_decay, grad_scale;
   double trust;       /* factor on lr; dc_lamb_moments does not look at it */
-  int32_t param_dtype, grad_dtype, lowp_dtype, reserved; /* fp32, bf16, fp16 each */
+  int32_t param_dtype, grad_dtype, lowp_dtype; /* fp32, bf16, fp16 each */
+  int32_t format;     /* dc_state_format; NEAREST: fp32 in exp_avg and exp_avg_sq */
+  void *state[2];     /* of the others, instead of those: bf16 or codes */
+  float *scale[2];    /* of DC_STATE_8BIT and 4BIT: fp32 [dc_state_sizes], one array a state */
 } dc_lamb_args;
 static inline int64_t dc_lamb_blocks(int64_t first, int64_t n) {
   return n > 0 ? (first + n - 1) / DC_BLOCK - first / DC_BLOCK + 1 : 0;
@@ -335,10 +341,12 @@ typedef struct dc__adafactor_coef {
   float grad_scale, weight, least, keep, rate; /* least: eps^2; rate: negative */
 } dc__adafactor_coef;
 
-/* Both, for the rules whose states have a format. */
+/* All of them, for the rules whose states have a format. DC__RULE_LAMB: dc_lamb_apply's, as step_packed takes it. */
+#define DC__RULE_LAMB DC_RULE_COUNT
 typedef struct dc__packed_coef {
   dc__adamw_coef adamw;
   dc__step_coef other;
+  dc__lamb_coef lamb;
 } dc__packed_coef;
 
 typedef struct dc__ops {

@@ -19,12 +19,23 @@ DC_INLINE dc__code_map packed_map(layout l, int state) {
 typedef struct scalars {
   vf grad_scale;
   float keep[2];                                                              /* dc__packed_keep */
-  vf l2, decay, one_minus_b1, one_minus_b2, step_size_neg, inv_sqrt_bc2, eps; /* Adam's */
+  vf l2, decay, one_minus_b1, one_minus_b2, step_size_neg, inv_bc1, inv_sqrt_bc2, eps; /* Adam's and LAMB's */
   rule_scalars other;                                                         /* of the rules with one state */
 } scalars;
 
 DC_INLINE scalars packed_scalars_of(const dc_step_args *t, int rule, const dc__packed_coef *c) {
   const dc__adamw_coef *a = &c->adamw;
+  const dc__lamb_coef *b = &c->lamb;
+  if (rule == DC__RULE_LAMB)
+    return (scalars){.grad_scale = v_set1(b->grad_scale),
+                     .keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
+                     .l2 = v_set1(b->weight_decay),
+                     .one_minus_b1 = v_set1(b->one_minus_b1),
+                     .one_minus_b2 = v_set1(b->one_minus_b2),
+                     .step_size_neg = v_set1(b->rate),
+                     .inv_bc1 = v_set1(b->inv_bc1),
+                     .inv_sqrt_bc2 = v_set1(b->inv_sqrt_bc2),
+                     .eps = v_set1(b->eps)};
   if (rule != DC_RULE_ADAMW)
     return (scalars){
         .grad_scale = v_set1(c->other.grad_scale), .keep = {1.0f, 1.0f}, .other = rule_scalars_of(&c->other)};
@@ -110,6 +121,15 @@ DC_INLINE vi packed_noise_next(int state, int bits, vi noise) {
   return vi_add(noise, vi_set1((int)(LANES * dc__weyl_of(state, bits))));
 }
 
+/* ---- LAMB's step --------------------------------------------------------------------------------------------------
+ */
+/* Before the ratio; m, v: multiplied with keep already. */
+DC_INLINE vf packed_lamb(const scalars *c, vf p, vf g, vf *m, vf *v) {
+  *m = v_fma(c->one_minus_b1, g, *m);
+  *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
+  return v_fma(c->l2, p, v_div(v_mul(*m, c->inv_bc1), v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)));
+}
+
 /* ---- one vector -------------------------------------------------------------------------------------------------- */
 /* m, v: multiplied with keep already. bad: gets a NaN where something is one, or infinite, if the layout mends. */
 DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, int64_t i, int r, vf *m, vf *v, vf *bad) {
@@ -120,6 +140,8 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
     *m = v_fma(c->one_minus_b1, g, *m);
     *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
     p = v_fma(c->step_size_neg, v_div(*m, v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)), p);
+  } else if (l.of.rule == DC__RULE_LAMB) {
+    p = v_fma(c->step_size_neg, packed_lamb(c, p, g, m, v), p);
   } else {
     p = rule_step(l.of, &c->other, p, g, m);
   }
@@ -342,6 +364,7 @@ DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_
     }                                                                                                           \
   }
 PACKED_LOOPS(adamw, DC_RULE_ADAMW)
+PACKED_LOOPS(lamb_step, DC__RULE_LAMB)
 PACKED_LOOPS(lion, DC_RULE_LION)
 PACKED_LOOPS(adagrad, DC_RULE_ADAGRAD)
 PACKED_LOOPS(sgd, DC_RULE_SGD)
@@ -349,8 +372,75 @@ PACKED_LOOPS(sgd, DC_RULE_SGD)
 void DC_BODY(step_packed)(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
   switch (t->rule) {
   case DC_RULE_ADAMW: packed_adamw(t, c, begin, end); return;
+  case DC__RULE_LAMB: packed_lamb_step(t, c, begin, end); return;
   case DC_RULE_LION: packed_lion(t, c, begin, end); return;
   case DC_RULE_ADAGRAD: packed_adagrad(t, c, begin, end); return;
   default: packed_sgd(t, c, begin, end); return;
+  }
+}
+
+/* ---- LAMB's sums ------------------------------------------------------------------------------------------------- */
+typedef struct lamb_sums {
+  vd p, u;
+} lamb_sums;
+
+DC_INLINE lamb_sums packed_sums_some(const dc_step_args *t, layout l, const scalars *c, const unpacking *from,
+                                     lamb_sums s, int64_t i, int r) {
+  vf x[2];
+  for (int k = 0; k < 2; k++)
+    x[k] = l.format == DC_STATE_STOCHASTIC ? v_mul(v_get(t->state[k], DC_BF16, i, r), v_set1(c->keep[k]))
+                                           : packed_unpack(&from[k], t->state[k], i, r);
+  const vf p = v_get(t->param, l.param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r));
+  const vf u = v_keep(packed_lamb(c, p, g, &x[0], &x[1]), r); /* 0 / (0 + eps) of what is not there may be NaN */
+  return (lamb_sums){vd_add_sq(s.p, p), vd_add_sq(s.u, u)};
+}
+
+DC_INLINE void packed_sums_loop(const dc_step_args *args, layout l, const dc__packed_coef *coef, int64_t begin,
+                                int64_t end, double *param_sums, double *update_sums) {
+  const dc_step_args t = *args; /* a copy that no store can alias */
+  const scalars c = packed_scalars_of(&t, DC__RULE_LAMB, coef);
+  lamb_sums s = {vd_zero(), vd_zero()};
+  float units[2][LANES] = {{0}};
+  if (l.format != DC_STATE_STOCHASTIC)
+    for (int k = 0; k < 2; k++) packed_units(packed_map(l, k), units[k]);
+  for (int64_t at = begin, stop; at < end; at = stop) {
+    unpacking from[2] = {{.scale = v_set1(0.0f)}, {.scale = v_set1(0.0f)}};
+    stop = dc__state_block_end(l.format, t.first, at, end);
+    if (l.format != DC_STATE_STOCHASTIC)
+      for (int k = 0; k < 2; k++)
+        from[k] = packed_unpacking(packed_map(l, k), units[k],
+                                   t.scale[k][dc__state_block_at(l.format, t.first, at)] * c.keep[k]);
+    int64_t i = at;
+    for (; i + LANES <= stop; i += LANES) {
+      v_ahead(t.param, l.param, i, AHEAD);
+      v_ahead(t.grad, l.grad, i, AHEAD);
+      s = packed_sums_some(&t, l, &c, from, s, i, LANES);
+    }
+    if (i < stop) s = packed_sums_some(&t, l, &c, from, s, i, (int)(stop - i));
+  }
+  *param_sums = vd_tree(s.p);
+  *update_sums = vd_tree(s.u);
+}
+
+#define PACKED_SUMS(name, format)                                                                             \
+  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end, double *sums, \
+                   double *update_sums) {                                                                     \
+    const rule_of of = {DC__RULE_LAMB, 1, 0, 0};                                                              \
+    const layout plain = {format, DC_F32, DC_F32, 0, 0, 0, of};                                               \
+    const layout any = {format, t->param_dtype, t->grad_dtype, 0, 0, 0, of};                                  \
+    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32)                                                  \
+      packed_sums_loop(t, plain, c, begin, end, sums, update_sums);                                           \
+    else packed_sums_loop(t, any, c, begin, end, sums, update_sums);                                          \
+  }
+PACKED_SUMS(packed_sums_bf16, DC_STATE_STOCHASTIC)
+PACKED_SUMS(packed_sums_8bit, DC_STATE_8BIT)
+PACKED_SUMS(packed_sums_4bit, DC_STATE_4BIT)
+
+void DC_BODY(lamb_packed_sums)(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end,
+                               double *sums, double *update_sums) {
+  switch (t->format) {
+  case DC_STATE_STOCHASTIC: packed_sums_bf16(t, c, begin, end, sums, update_sums); return;
+  case DC_STATE_8BIT: packed_sums_8bit(t, c, begin, end, sums, update_sums); return;
+  default: packed_sums_4bit(t, c, begin, end, sums, update_sums); return;
   }
 }

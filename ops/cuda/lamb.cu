@@ -35,6 +35,9 @@ static int lamb_run(const dc_lamb_args *tensors, int64_t count, int apply, cudaS
   const void *any = nullptr;
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_lamb(&tensors[k], k, apply));
+    if (tensors[k].format != DC_STATE_NEAREST)
+      return CUDA_FAIL(DC_E_UNSUPPORTED, "tensor %lld: states of format %d exist on CPU only", (long long)k,
+                       tensors[k].format);
     if (!any && tensors[k].n > 0) any = tensors[k].param;
   }
   if (!any) return DC_OK;
@@ -51,7 +54,7 @@ static int lamb_run(const dc_lamb_args *tensors, int64_t count, int apply, cudaS
 static int lamb_call(const dc_lamb_args *tensors, int64_t count, int apply, void *stream) {
   const void *list;
   void *owned;
-  int rc = CHECK_LIST(dc_lamb_args, reserved, tensors, count, &list, &owned);
+  int rc = CHECK_LIST(dc_lamb_args, format, tensors, count, &list, &owned);
   if (rc == DC_OK)
     rc = lamb_run(static_cast<const dc_lamb_args *>(list), count, apply, static_cast<cudaStream_t>(stream));
   free(owned);

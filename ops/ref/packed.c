@@ -39,17 +39,38 @@ static float packed_adamw(const dc__adamw_coef *c, float p, float g, float *m, f
   return fmaf(c->step_size_neg, *m / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps), p);
 }
 
+/* LAMB's step before the ratio; m, v as above. */
+static float packed_lamb(const dc__lamb_coef *c, float p, float g, float *m, float *v) {
+  *m = fmaf(c->one_minus_b1, g, *m);
+  *v = fmaf(c->one_minus_b2, g * g, *v);
+  return fmaf(c->weight_decay, p, *m * c->inv_bc1 / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps));
+}
+
+static float packed_grad(const dc_step_args *t, const dc__packed_coef *c, int64_t i) {
+  const float scale = t->rule == DC_RULE_ADAMW   ? c->adamw.grad_scale
+                      : t->rule == DC__RULE_LAMB ? c->lamb.grad_scale
+                                                 : c->other.grad_scale;
+  return scale * dc__get(t->grad, t->grad_dtype, i);
+}
+
+/* p after the step; x: both states. */
+static float packed_rule(const dc_step_args *t, const dc__packed_coef *c, float p, float g, float *m, float *v) {
+  switch (t->rule) {
+  case DC_RULE_ADAMW: return packed_adamw(&c->adamw, p, g, m, v);
+  case DC__RULE_LAMB: return fmaf(c->lamb.rate, packed_lamb(&c->lamb, p, g, m, v), p);
+  default: return dc__rule_step(t, &c->other, p, g, m);
+  }
+}
+
 static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
-  const int adamw = t->rule == DC_RULE_ADAMW, states = dc__packed_states(t->rule);
+  const int states = dc__packed_states(t->rule);
   const int bits = t->format == DC_STATE_STOCHASTIC ? DC__BF16_NOISE : dc__state_map(t, 0).shift;
   packed_states s;
   for (int k = 0; k < states; k++) packed_get(t, k, begin, end, s.x[k]);
   for (int64_t i = begin; i < end; i++) {
     const int64_t at = i - begin;
-    const float g = (adamw ? c->adamw.grad_scale : c->other.grad_scale) * dc__get(t->grad, t->grad_dtype, i);
-    float p = dc__get(t->param, t->param_dtype, i);
-    p = adamw ? packed_adamw(&c->adamw, p, g, &s.x[0][at], &s.x[1][at])
-              : dc__rule_step(t, &c->other, p, g, &s.x[0][at]);
+    const float g = packed_grad(t, c, i);
+    const float p = packed_rule(t, c, dc__get(t->param, t->param_dtype, i), g, &s.x[0][at], &s.x[1][at]);
     dc__put(t->param, t->param_dtype, i, p);
     if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
     for (int k = 0; k < states; k++)
@@ -63,4 +84,22 @@ void dc__step_packed_scalar(const dc_step_args *t, const dc__packed_coef *c, int
     stop = dc__state_block_end(t->format, t->first, i, end);
     packed_block(t, c, i, stop);
   }
+}
+
+void dc__lamb_packed_sums_scalar(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end,
+                                 double *sums, double *update_sums) {
+  double ps[16] = {0}, us[16] = {0};
+  packed_states s;
+  for (int64_t at = begin, stop; at < end; at = stop) {
+    stop = dc__state_block_end(t->format, t->first, at, end);
+    for (int k = 0; k < 2; k++) packed_get(t, k, at, stop, s.x[k]);
+    for (int64_t i = at; i < stop; i++) {
+      const float p = dc__get(t->param, t->param_dtype, i), g = packed_grad(t, c, i);
+      const float u = packed_lamb(&c->lamb, p, g, &s.x[0][i - at], &s.x[1][i - at]);
+      ps[(i - begin) % 16] = fma((double)p, (double)p, ps[(i - begin) % 16]);
+      us[(i - begin) % 16] = fma((double)u, (double)u, us[(i - begin) % 16]);
+    }
+  }
+  *sums = dc__tree16(ps);
+  *update_sums = dc__tree16(us);
 }

@@ -24,12 +24,12 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
 }
 
 /* How many states a rule has of those that have a format, and whether one is never negative. */
-static inline int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW ? 2 : 1; }
+static inline int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW || rule == DC__RULE_LAMB ? 2 : 1; }
 static inline int dc__packed_squares(int rule, int state) { return rule == DC_RULE_ADAGRAD || state == 1; }
 
-/* What state is multiplied with as it is unpacked: Adam's decay. Of codes it is the scale that is. */
+/* What state is multiplied with as it is unpacked: the decay of a moment. Of codes it is the scale that is. */
 static inline float dc__packed_keep(const dc_step_args *t, int state) {
-  return t->rule != DC_RULE_ADAMW ? 1.0f : (float)(state ? t->beta2 : t->beta1);
+  return dc__packed_states(t->rule) == 1 ? 1.0f : (float)(state ? t->beta2 : t->beta1);
 }
 
 /* ---- randomness -------------------------------------------------------------------------------------------------- */

@@ -8,7 +8,7 @@ namespace {
 
 struct Case {
   int64_t n, first;
-  int param = DC_F32, grad = DC_F32, lowp = -1;
+  int param = DC_F32, grad = DC_F32, lowp = -1, format = DC_STATE_NEAREST;
 };
 
 dc_lamb_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
@@ -19,6 +19,11 @@ dc_lamb_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
   t.param_sums = (double *)p[5], t.update_sums = (double *)p[6];
   t.n = c.n, t.first = c.first, t.step = 7;
   t.lr = 0.02, t.beta1 = 0.9, t.beta2 = 0.99, t.eps = 1e-6, t.weight_decay = 0.01, t.grad_scale = 0.125, t.trust = 0.7;
+  t.format = c.format;
+  if (c.format != DC_STATE_NEAREST) {
+    t.exp_avg = t.exp_avg_sq = nullptr;
+    for (size_t s = 0; s < 2; s++) t.state[s] = p[2 + s], t.scale[s] = (float *)p[7 + s];
+  }
   t.param_dtype = c.param, t.grad_dtype = c.grad, t.lowp_dtype = c.lowp >= 0 ? c.lowp : 0;
   return t;
 }
@@ -31,8 +36,21 @@ std::vector<Array> arrays_of(const Case &c, Fill fill) {
                           make(c.lowp >= 0 ? c.lowp : 0, c.lowp >= 0 ? c.n : 0, kAnyBits, 64),
                           doubles(dc_lamb_blocks(c.first, c.n)),
                           doubles(dc_lamb_blocks(c.first, c.n))};
-  if (fill == kOrdinary)
-    for (size_t i = 3; i < a[3].bytes.size(); i += 4) a[3].bytes[i] &= 0x7f;
+  if (c.format == DC_STATE_NEAREST) {
+    if (fill == kOrdinary)
+      for (size_t i = 3; i < a[3].bytes.size(); i += 4) a[3].bytes[i] &= 0x7f;
+    return a;
+  }
+  int64_t bytes = 0, scales = 0;
+  EXPECT_EQ(dc_state_sizes(c.format, c.first, c.n, &bytes, &scales), DC_OK) << dc_last_error();
+  for (size_t s = 0; s < 2; s++) { // codes are any bytes
+    a[2 + s] = c.format == DC_STATE_STOCHASTIC ? make(DC_BF16, c.n, fill, 62 + s) : raw(bytes, 62 + s);
+    a.push_back(make(DC_F32, scales, fill, 67 + s));
+    if (fill == kOrdinary)
+      for (size_t i = 3; i < a.back().bytes.size(); i += 4) a.back().bytes[i] &= 0x7f;
+  }
+  if (fill == kOrdinary && c.format == DC_STATE_STOCHASTIC)
+    for (size_t i = 1; i < a[3].bytes.size(); i += 2) a[3].bytes[i] &= 0x7f;
   return a;
 }
 

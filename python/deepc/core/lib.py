@@ -340,7 +340,9 @@ class LambArgs(Sized):
         ("param_dtype", c_int32),
         ("grad_dtype", c_int32),
         ("lowp_dtype", c_int32),
-        ("reserved", c_int32),
+        ("format", c_int32),
+        ("state", c_void_p * 2),
+        ("scale", c_void_p * 2),
     ]
 
 
