@@ -88,9 +88,25 @@ def test_float64_and_16_bit_parameters():
         assert opt.state[a]["exp_avg"].dtype == torch.float32
 
 
-def test_state_dict_goes_on():
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_formats_follow_the_paper(form):
+    """The first step is the paper's: states begin as zeros, and are rounded when they are kept."""
+    mine, theirs = parameters(), [torch.nn.Parameter(p.detach().double()) for p in parameters()]
+    opt, ref = deepc.optim.Lamb(mine, state_dtype=form, **OPTIONS), PaperLamb(theirs, **OPTIONS)
+    both(mine, opt, theirs, ref, 1)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+    kept = opt.state[mine[1]]["exp_avg"]
+    assert kept.nbytes == {"bf16": 10000, "int8": 5000, "int4": 2500}[form]
+    both(mine, opt, theirs, ref, 20)
+    ratios = torch.tensor(opt.get_lamb_coeffs()) / torch.tensor(ref.ratios)
+    assert float((ratios - 1).abs().max()) < {"bf16": 0.01, "int8": 0.05, "int4": 0.3}[form], ratios
+
+
+@pytest.mark.parametrize("form", [None, "bf16", "int8", "int4"])
+def test_state_dict_goes_on(form):
     mine, twin = parameters(), parameters()
-    opt, other = deepc.optim.Lamb(mine, **OPTIONS), deepc.optim.Lamb(twin, **OPTIONS)
+    opt, other = (deepc.optim.Lamb(p, state_dtype=form, **OPTIONS) for p in (mine, twin))
     both(mine, opt, mine, opt, 2)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     with torch.no_grad():
@@ -153,8 +169,12 @@ def _config(stage, world, precision="fp32", **extra):
     )
 
 
-def _train(rank, world, precision):
-    return tiny.at_all_stages(lambda stage: _config(stage, world, precision), 5, rank, world)
+def _formed(form):
+    return {"optimizer": {"type": "Lamb", "params": {**OPTIONS, "state_dtype": form}}}
+
+
+def _train(rank, world, precision, form=None):
+    return tiny.at_all_stages(lambda stage: {**_config(stage, world, precision), **_formed(form)}, 5, rank, world)
 
 
 def plain(steps):
@@ -171,10 +191,19 @@ def test_all_stages_have_equal_bits_and_follow_the_paper(world, precision):
     tiny.check_all_equal(ranks)
 
 
-def _layouts(rank, world):
+@pytest.mark.parametrize("world, precision, form", [(1, "fp32", "int8"), (2, "bf16", "bf16"), (2, "fp32", "int4")])
+def test_formats_have_equal_bits_at_all_stages_and_follow_the_paper(world, precision, form):
+    ranks = run_ranks(_train, world, args=(precision, form))
+    losses, _ = ranks[0][0]
+    exact = plain(5)
+    assert losses != exact and abs(losses[-1] - exact[-1]) < 0.1 * (exact[0] - exact[-1]), (losses, exact)
+    tiny.check_all_equal(ranks)
+
+
+def _layouts(rank, world, form=None):
     out = []
     for stage in (0, 3):
-        cfg = _config(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
+        cfg = _config(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"}) | _formed(form)
         cfg["gradient_accumulation_steps"] = 8 // world
         _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
         out.append({n: w.clone() for n, w in weights.items()})
@@ -182,18 +211,19 @@ def _layouts(rank, world):
     return out
 
 
-def test_any_number_of_ranks_gives_equal_bits():
-    one, four = run_ranks(_layouts, 1)[0], run_ranks(_layouts, 4)[0]
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_any_number_of_ranks_gives_equal_bits(form):
+    one, four = (run_ranks(_layouts, n, args=(form,))[0] for n in (1, 4))
     for found in (one[1], *four):
         assert all(torch.equal(w, one[0][n]) for n, w in found.items())
 
 
-def _resume(rank, world, folder):
+def _resume(rank, world, folder, form):
     import torch.distributed as dist
 
     wanted = None
     for stage in (2, 3, 0):
-        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world))
+        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world) | _formed(form))
         if wanted is not None:
             engine.load_checkpoint(folder)
         for step in range(0 if wanted is None else 2, 4):
@@ -210,8 +240,9 @@ def _resume(rank, world, folder):
     return True
 
 
-def test_a_checkpoint_goes_on_with_equal_bits(tmp_path):
-    assert all(run_ranks(_resume, 2, args=(str(tmp_path),)))
+@pytest.mark.parametrize("form", [None, "bf16", "int8"])
+def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
+    assert all(run_ranks(_resume, 2, args=(str(tmp_path), form)))
 
 
 # ---- states on disk --------------------------------------------------------------------------------------------------

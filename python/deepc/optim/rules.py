@@ -101,7 +101,7 @@ def _lamb(base: torch.optim.Optimizer) -> CoreRule:
         beta1, beta2 = (float(b) for b in g["betas"])
         return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), 0)
 
-    return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars)
+    return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars, form=_form(base))
 
 
 def _muon(base: torch.optim.Optimizer) -> CoreRule:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...core.lib import LambArgs, call, call_cuda
 from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
+from ..states.dense import Optimizer, check_range, check_tensor, loss_of, new_states, packed_item
+from ..states.formats import FORMATS, check_place, check_state_dtype, take_states
 from ..states.norms import blocks_of, sum_in_order
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def trust_ratio(param_square: float, update_square: float, group: Mapping[str, Any]) -> float:
@@ -31,6 +34,18 @@ def set_scalars(a: Any, group: Mapping[str, Any], step: int, grad_scale: float) 
     a.grad_scale, a.step = -grad_scale if group.get("maximize") else grad_scale, step
 
 
+def set_states(a: Any, form: str, states: Sequence[int], scales: Sequence[int]) -> None:
+    """Where exp_avg and exp_avg_sq lie, and in a format their scales."""
+    if not form:
+        a.exp_avg, a.exp_avg_sq = states
+        return
+    a.format = FORMATS[form]
+    for k, at in enumerate(states):
+        a.state[k] = at
+    for k, at in enumerate(scales):
+        a.scale[k] = at
+
+
 def run_pass(which: str, args: Any, count: int, device: torch.device) -> None:
     """dc_lamb_moments ("moments") or dc_lamb_apply ("apply") of `count` tensors on `device`; of CUDA's, on the current
     stream."""
@@ -40,24 +55,38 @@ def run_pass(which: str, args: Any, count: int, device: torch.device) -> None:
         call(f"dc_lamb_{which}", args, count)
 
 
+class LambItem(NamedTuple):
+    """A parameter or a piece of one, flat. states: exp_avg, exp_avg_sq, in fp32 or in a format, with their scales and
+    the number of the first element (optim/states/formats.py)."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    states: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor] = ()
+    first: int = 0
+
+
 class LambStep:
-    """One step of tensors of one param group, parameters or pieces of them: (parameter, gradient, exp_avg, exp_avg_sq),
-    flat and on one device, each with the number of its step. Its making has made the moments; squares: of each
-    parameter and of its step, from which the caller makes the ratios."""
+    """One step of tensors of one param group, all on one device and stored in one way, each with the number of its
+    step. Its making has read or made the moments; squares: of each parameter and of its step, from which the caller
+    makes the ratios."""
 
     def __init__(
         self,
-        items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
+        items: Sequence[LambItem],
         group: Mapping[str, Any],
         steps: Sequence[int],
         grad_scale: float,
+        form: str = "",
     ) -> None:
         self._args, self._items = LambArgs.array(max(1, len(items))), items
-        self._device = items[0][0].device if items else torch.device("cpu")
-        blocks = [blocks_of(0, p.numel()) for p, *_ in items]
+        self._device = items[0].param.device if items else torch.device("cpu")
+        blocks = [blocks_of(i.first, i.param.numel()) for i in items]
         sums = torch.empty(2, sum(blocks), dtype=torch.float64, device=self._device)
-        for a, (p, g, m, v), step, of_p, of_u in zip(self._args, items, steps, *(row.split(blocks) for row in sums)):
-            a.param, a.grad, a.exp_avg, a.exp_avg_sq = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
+        for a, item, step, of_p, of_u in zip(self._args, items, steps, *(row.split(blocks) for row in sums)):
+            p, g = item.param, item.grad
+            a.param, a.grad, a.first = p.data_ptr(), g.data_ptr(), item.first
+            set_states(a, form, [s.data_ptr() for s in item.states], [s.data_ptr() for s in item.scales])
             a.param_sums, a.update_sums = of_p.data_ptr(), of_u.data_ptr()
             a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
             set_scalars(a, group, step, grad_scale)
@@ -72,17 +101,14 @@ class LambStep:
 
 
 def step_lamb(
-    items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
-    group: Mapping[str, Any],
-    steps: Sequence[int],
-    grad_scale: float,
+    items: Sequence[LambItem], group: Mapping[str, Any], steps: Sequence[int], grad_scale: float, form: str = ""
 ) -> list[float]:
     """One step of whole parameters of one param group (see LambStep), on one device or several. Returns their
     ratios."""
     ratios = [1.0] * len(items)
-    for device in dict.fromkeys(p.device for p, *_ in items):
-        here = [k for k, (p, *_) in enumerate(items) if p.device == device]
-        step = LambStep([items[k] for k in here], group, [steps[k] for k in here], grad_scale)
+    for device in dict.fromkeys(i.param.device for i in items):
+        here = [k for k, i in enumerate(items) if i.param.device == device]
+        step = LambStep([items[k] for k in here], group, [steps[k] for k in here], grad_scale, form)
         found = [trust_ratio(*squares, group) for squares in step.squares]
         step.apply(found)
         for k, ratio in zip(here, found):
@@ -93,7 +119,8 @@ def step_lamb(
 class Lamb(Optimizer):
     """param_groups as AdamW's with `max_coeff` and `min_coeff`, the bounds of the ratio (DeepSpeed's FusedLamb); state
     `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
-    whose norm is taken, as in the paper. CPU and CUDA; one pass makes moments and norms, a second one the step."""
+    whose norm is taken, as in the paper. CPU and CUDA; one pass makes moments and norms, a second one the step.
+    state_dtype: as AdamW's, None for "fp32"."""
 
     _coefficients: list[float]  # from the first step on
 
@@ -108,7 +135,9 @@ class Lamb(Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         maximize: bool = False,
+        state_dtype: str | None = None,
     ) -> None:
+        self.state_dtype = check_state_dtype("Lamb", state_dtype)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("max_coeff", max_coeff)):
             check_range(name, value)
         if not 0.0 <= float(min_coeff) <= float(max_coeff):
@@ -135,17 +164,16 @@ class Lamb(Optimizer):
     def _state_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
+            form = self._packed(p)
+            check_place(p, form)
             state["step"] = torch.tensor(0.0)
-            for color, name in enumerate(("exp_avg", "exp_avg_sq"), start=2):
-                state[name] = zeros_for(p, torch.float64 if p.dtype == torch.float64 else torch.float32, color)
+            new_states(state, MOMENTS, p, form, torch.float64 if p.dtype == torch.float64 else torch.float32)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, which casts states to the parameter's dtype; they come unrounded here."""
-        from ..states.formats import take_states
-
         super().load_state_dict(state_dict)
-        take_states(self, state_dict, ("exp_avg", "exp_avg_sq"), "fp32")
+        take_states(self, state_dict, MOMENTS, self.state_dtype or "fp32")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -153,7 +181,7 @@ class Lamb(Optimizer):
         loss = loss_of(closure)
         self._coefficients = []
         for group in self.param_groups:
-            items: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
+            items: list[torch.nn.Parameter] = []
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -168,17 +196,17 @@ class Lamb(Optimizer):
                 if p.dtype == torch.float64:
                     self._step_float64(p, state, group)
                 elif p.numel():
-                    items.append((p, in_order(p.grad, p), state))
+                    items.append(p)
             self._step_core(items, group)
         return loss
 
-    def _step_core(self, items: Sequence[tuple[Any, Any, dict[str, torch.Tensor]]], group: dict[str, Any]) -> None:
-        tensors = [
-            (in_order(p, p), g, state_in_order(s, "exp_avg", p), state_in_order(s, "exp_avg_sq", p))
-            for p, g, s in items
-        ]
-        self._coefficients += step_lamb(tensors, group, [int(s["step"]) for _, _, s in items], 1.0)
-        torch.autograd.graph.increment_version([p for p, _, _ in items])
+    def _step_core(self, params: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        if not params:
+            return
+        items = [LambItem(*packed_item(self, p, p, p.grad, MOMENTS)) for p in params if p.grad is not None]
+        form, steps = self._packed(params[0]), [int(self.state[p]["step"]) for p in params]
+        self._coefficients += step_lamb(items, group, steps, 1.0, form)
+        torch.autograd.graph.increment_version(params)
 
     def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
         """Algorithm 2 of the paper in torch's operators."""

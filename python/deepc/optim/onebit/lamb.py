@@ -9,7 +9,7 @@ import torch
 
 from ...core import ops as _ops  # noqa: F401  torch.ops.deepc
 from ...errors import ArgumentError
-from ..kinds.lamb import LambStep, trust_ratio
+from ..kinds.lamb import MOMENTS, LambItem, LambStep, trust_ratio
 from ..states.norms import sum_in_order
 from .adam import Frozen
 from .exchange import Exchange
@@ -72,7 +72,7 @@ class OneBitLambMethod(Frozen):
     def _warm(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
         begun = []
         for found in by_group([item for _, item in items]):
-            tensors = [(i.param, gradient_of(i), i.states["exp_avg"], i.states["exp_avg_sq"]) for i in found]
+            tensors = [LambItem(i.param, gradient_of(i), [i.states[n] for n in MOMENTS]) for i in found]
             begun.append(LambStep(tensors, found[0].group, [NO_CORRECTION] * len(found), scale))
         number = {id(item): self.of[i] for i, item in items}
         order = [number[id(item)] for found in by_group([item for _, item in items]) for item in found]

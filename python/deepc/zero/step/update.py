@@ -238,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         if self._core.kind == LAMB:
             self._ratios = RatioUpdate(
-                st, self.param_groups, self._group_of, self.states, self._left_out, self._sharers
+                st, self.param_groups, self._group_of, self.states, self._left_out, self._sharers, self._core.form
             )
             return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]

@@ -14,10 +14,11 @@ import torch
 from ....core.lib import LambArgs
 from ....core.ops import code, torch_dtype
 from ....errors import DiskError
-from ....optim.kinds.lamb import run_pass, set_scalars, trust_ratio
+from ....optim.kinds.lamb import run_pass, set_scalars, set_states, trust_ratio
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
-from ...tiers.windows import Array
+from ...tiers.coded import Coded
+from ...tiers.windows import Array, Window
 from .base import ShareNorms, stretch_of
 from .passes import Passes
 from .sharers import Sharers
@@ -39,7 +40,8 @@ class _Part(NamedTuple):
 
 class RatioUpdate:
     """The update of an optimizer of class Lamb on one rank's share. states: exp_avg and exp_avg_sq [owned]; left_out:
-    parameters that it does not step."""
+    parameters that it does not step; form: how states in memory are stored, where that is not fp32
+    (optim/states/formats.py)."""
 
     def __init__(
         self,
@@ -49,7 +51,9 @@ class RatioUpdate:
         states: Mapping[str, Array],
         left_out: frozenset[int],
         sharers: Sharers | None = None,
+        form: str = "",
     ) -> None:
+        self._form = form
         self._state, self._groups, self._group_of = state, groups, group_of
         self._states = states
         self._moments = list(states)
@@ -74,20 +78,29 @@ class RatioUpdate:
         """The arguments of parts, cut at edges of blocks, that do not change from step to step."""
         st, plan = self._state, self._state.plan
         lowp, acc_dtype = st.master is not None, torch_dtype(plan.accumulator)
-        m, v = self._moments
         args = LambArgs.array(max(1, len(parts)))
         for a, part in zip(args, parts):
             place = stretch_of(plan.layout, part.segment)
             flat = part.segment.flat_begin + part.skipped
             a.param = at("master", part.own) if lowp else st.lowp_address + 4 * flat
             a.grad = st.acc_address + acc_dtype.itemsize * part.own
-            a.exp_avg, a.exp_avg_sq = at(m, part.own), at(v, part.own)
+            set_states(a, self._form, *self._addresses(part, at))
             if lowp and not plan.parameters_as:
                 a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * flat, code(st.dtype)
             a.n, a.first, a.grad_dtype = part.n, place.first + part.skipped, code(acc_dtype)
             blocks = 8 * (a.first // BLOCK - place.first // BLOCK)
             a.param_sums, a.update_sums = (self.norms.address(kind, place) + blocks for kind in (0, 1))
         return args
+
+    def _addresses(self, part: _Part, at: _Address) -> tuple[list[int], list[int]]:
+        """Of a part's states, and of their scales where there are codes."""
+        if not self._form:
+            return [at(name, part.own) for name in self._moments], []
+        arrays = [self._states[name] for name in self._moments]
+        pieces = [a.pieces[part.own] for a in arrays if isinstance(a, Coded)]
+        if pieces:
+            return [p.codes.data_ptr() for p in pieces], [p.scale.data_ptr() for p in pieces]
+        return [Window(a, part.own, part.n).view.data_ptr() for a in arrays], []
 
     def _scale(self, args: Any, parts: Sequence[_Part], grad_scale: float, step: int) -> None:
         """The rest of them, with the ratios if the norms are known."""
