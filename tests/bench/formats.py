@@ -24,6 +24,8 @@ CASES = {
     "Lion": (5e-4, {"weight_decay": 0.1}),
     "SGD": (0.3, {"momentum": 0.9}),
     "Adagrad": (2e-2, {}),
+    "Lamb": (1e-2, {"weight_decay": 0.01}),
+    "Muon": (2e-2, {"weight_decay": 0.01, "adam_lr": 3e-3}),
 }
 
 
@@ -42,8 +44,10 @@ def train(kind: str, form: str | None, steps: int, data: torch.Tensor, seed: int
     lr, options = CASES[kind]
     model = make_model(seed, width=96, layers=2, vocab=128, context=CONTEXT)
     opt, cut = getattr(deepc.optim, kind)(model.parameters(), lr=lr, state_dtype=form, **options), len(data) * 9 // 10
+    rates = [group["lr"] for group in opt.param_groups]
     for step in range(steps):
-        opt.param_groups[0]["lr"] = lr * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
+        for group, rate in zip(opt.param_groups, rates):
+            group["lr"] = rate * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
         model(*batch(data[:cut], step, 16)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()

@@ -269,11 +269,11 @@ def _full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _on_disk(rank, world, folder, stage, precision):
+def _on_disk(rank, world, folder, stage, precision, form=None):
     """The bits of states in memory, also where the disk of one rank breaks a step off in its first or second pass."""
     disk = {"stage": stage, "sub_group_size": 100, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}
     engines = [
-        deepc.initialize(model=tiny.make_model(), config=_config(stage, world, precision, **more))[0]
+        deepc.initialize(model=tiny.make_model(), config=_config(stage, world, precision, **more) | _formed(form))[0]
         for more in ({}, {"zero_optimization": disk})
     ]
     memory, disk = engines
@@ -311,5 +311,6 @@ def _on_disk(rank, world, folder, stage, precision):
 
 
 @pytest.mark.parametrize("stage, precision", [(1, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full)])
-def test_states_on_disk_have_the_bits_of_memory(tmp_path, stage, precision):
-    assert all(run_ranks(_on_disk, 2, args=(str(tmp_path), stage, precision)))
+@pytest.mark.parametrize("form", [None, "int8", pytest.param("bf16", marks=pytest.mark.full)])
+def test_states_on_disk_have_the_bits_of_memory(tmp_path, stage, precision, form):
+    assert all(run_ranks(_on_disk, 2, args=(str(tmp_path), stage, precision, form)))

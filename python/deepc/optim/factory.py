@@ -193,7 +193,7 @@ def check_format(
             f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
             " Remove one of the two"
         )
-    if form and rule is not None and rule.kind in (MUON, LAMB) and on_disk:
+    if form and rule is not None and rule.kind == MUON and on_disk:
         raise UnsupportedError(
             f'{type(optimizer).__name__} with optimizer.params.state_dtype "{form}" and {where} does not exist. Remove'
             " one of the two"

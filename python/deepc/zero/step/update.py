@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from ...core.dtypes import UNIT
 from ...core.lib import C, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
@@ -33,10 +32,10 @@ from ...optim.factory import (
 )
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
-from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, SCALE, is_coded, scale_units
+from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded
 from ...plan.layout import Segment
 from ..state import ModelState, Pass
-from ..tiers.coded import Coded, CodedOnDisk
+from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
@@ -476,16 +475,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._aim(a, r, at)
             scales = self._aim_in_cell(args, runs, cell) if self._core.form and cell is not None else []
             self._step_runs(args, runs, groups)
-            for units, places, scale in scales:
-                units[places] = scale
+            for s in scales:
+                s.put()
 
         passes.run(work, Pass(reads=self._state.master is None or bool(self._left_out)))
 
-    def _aim_in_cell(
-        self, args: Any, runs: Sequence[Run], cell: DiskCell
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The arguments of states in a format that lie in `cell`, which begins at an edge of blocks. Returns (the units
-        of scales there, which of them are used, those that the step reads and writes) of each."""
+    def _aim_in_cell(self, args: Any, runs: Sequence[Run], cell: DiskCell) -> list[UnitScales]:
+        """The arguments of states in a format that lie in `cell`, which begins at an edge of blocks; the scales of
+        each."""
         rule, out = self._core, []
         for a, r in zip(args, runs):
             begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
@@ -494,11 +491,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             a.format, a.first, a.state_dtype = FORMATS[rule.form], number + r.own - begin, code(torch.bfloat16)
             for k, name in enumerate(kept if is_coded(rule.form) else ()):
-                at = (r.own - cell.begin) // UNIT
-                units = cell.tensor(name + SCALE)[at : at - (-r.n // UNIT)]
-                places = scale_units(a.first, r.n, rule.form)
-                out.append((units, places, units[places]))
-                a.scale[k] = out[-1][2].data_ptr()
+                out.append(UnitScales.of(cell, name, r.own, r.n, a.first, rule.form))
+                a.scale[k] = out[-1].scale.data_ptr()
         return out
 
     def _update_device(self, grad_scale: float) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ...core.dtypes import UNIT
 from ...errors import UnsupportedError
-from ...offload import Stream
+from ...offload import Cell, Stream
 from ...optim.states.formats import SCALE, make_state, pack, scale_units, unpack
 
 
@@ -21,6 +21,26 @@ class CodedPiece(NamedTuple):
     scale: torch.Tensor
     length: int
     first: int
+
+
+class UnitScales(NamedTuple):
+    """Scales of a stretch of codes in a stream's cell: `scale`, which a step reads and writes, comes from `units` at
+    `places`."""
+
+    units: torch.Tensor
+    places: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, cell: Cell, name: str, own: int, n: int, first: int, form: str) -> UnitScales:
+        """Those of state `name`, elements [own, own + n) of the share; first: the number of the first one."""
+        at = (own - cell.begin) // UNIT
+        units, places = cell.tensor(name + SCALE)[at : at - (-n // UNIT)], scale_units(first, n, form)
+        return cls(units, places, units[places])
+
+    def put(self) -> None:
+        """Back into the cell."""
+        self.units[self.places] = self.scale
 
 
 class _Codes:

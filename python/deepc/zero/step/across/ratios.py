@@ -15,9 +15,10 @@ from ....core.lib import LambArgs
 from ....core.ops import code, torch_dtype
 from ....errors import DiskError
 from ....optim.kinds.lamb import run_pass, set_scalars, set_states, trust_ratio
+from ....optim.states.formats import is_coded
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
-from ...tiers.coded import Coded
+from ...tiers.coded import Coded, UnitScales
 from ...tiers.windows import Array, Window
 from .base import ShareNorms, stretch_of
 from .passes import Passes
@@ -40,8 +41,7 @@ class _Part(NamedTuple):
 
 class RatioUpdate:
     """The update of an optimizer of class Lamb on one rank's share. states: exp_avg and exp_avg_sq [owned]; left_out:
-    parameters that it does not step; form: how states in memory are stored, where that is not fp32
-    (optim/states/formats.py)."""
+    parameters that it does not step; form: how states are stored, where that is not fp32 (optim/states/formats.py)."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class RatioUpdate:
         return args
 
     def _addresses(self, part: _Part, at: _Address) -> tuple[list[int], list[int]]:
-        """Of a part's states, and of their scales where there are codes."""
-        if not self._form:
+        """Of a part's states, and of their scales where codes lie in memory."""
+        if not self._form or self._passes.tier is not None:
             return [at(name, part.own) for name in self._moments], []
         arrays = [self._states[name] for name in self._moments]
         pieces = [a.pieces[part.own] for a in arrays if isinstance(a, Coded)]
@@ -125,25 +125,39 @@ class RatioUpdate:
 
     def _update_cells(self, grad_scale: float, step: int) -> None:
         """Between the passes the ranks agree whether all of them have come so far."""
-        has_master = self._state.master is not None
+        has_master, form = self._state.master is not None, self._form
 
         def work(begin: int, end: int, cell: Cell | None) -> None:
             parts = self._within(begin, end)
             args = self._aimed(parts, self._places(cell))
+            scales = self._scales_in(args, parts, cell) if is_coded(form) and cell is not None else []
             self._scale(args, parts, grad_scale, step)
             run_pass("moments" if self._squares is None else "apply", args, len(parts), self._state.state_device)
+            for s in scales if self._squares is not None else ():
+                s.put()
 
         if self._squares is None:
             failure: DiskError | None = None
             try:
                 if not self._has_moments:
-                    self._passes.run(work, Pass(not has_master, False, True), writes=self._moments)
+                    # Moments in a format are read here, and written by the pass that makes the step.
+                    self._passes.run(work, Pass(not has_master, False, True), writes=[] if form else self._moments)
                     self._has_moments = True
             except DiskError as exc:
                 failure = exc
             self._passes.agree(failure)
             self._squares = self.norms.squares()
-        self._passes.run(work, Pass(self._old, True, False), writes=["master"] if has_master else [])
+        writes = None if form else ["master"] if has_master else []
+        self._passes.run(work, Pass(self._old, True, bool(form)), writes=writes)
+
+    def _scales_in(self, args: Any, parts: Sequence[_Part], cell: Cell) -> list[UnitScales]:
+        """Gives the arguments the scales that lie in `cell`, which begins at an edge of blocks."""
+        out: list[UnitScales] = []
+        for a, part in zip(args, parts):
+            for k, name in enumerate(self._moments):
+                out.append(UnitScales.of(cell, name, part.own, part.n, a.first, self._form))
+                a.scale[k] = out[-1].scale.data_ptr()
+        return out
 
     def _places(self, cell: Cell | None) -> _Address:
         """Where states lie in `cell`; None: in memory."""
