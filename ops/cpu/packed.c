@@ -342,15 +342,17 @@ DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_
 }
 
 /* fp32 parameters and gradients without a copy are constants of their loop. */
-#define PACKED_LOOP(name, rule, format)                                                                             \
-  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {                   \
-    const int has_l2 = (rule == DC_RULE_ADAMW ? c->adamw.l2 : c->other.l2) != 0.0f;                                 \
-    const rule_of some = {rule, 1, has_l2, (t->flags & DC_STEP_NESTEROV) != 0}, none = {rule, 1, 0, some.nesterov}; \
-    const layout plain = {format, DC_F32, DC_F32, 0, 0, format != DC_STATE_STOCHASTIC, none};                       \
-    const layout any = {format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, 0, some};            \
-    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp && !has_l2)                                 \
-      packed_loop(t, plain, c, begin, end);                                                                         \
-    else packed_loop(t, any, c, begin, end);                                                                        \
+#define PACKED_LOOP(name, rule, format)                                                                    \
+  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {          \
+    const int adamw = rule == DC_RULE_ADAMW; /* whose decay is seldom of this kind */                      \
+    const int has_l2 = (adamw ? c->adamw.l2 : c->other.l2) != 0.0f;                                        \
+    const rule_of of = {rule, 1, has_l2, (t->flags & DC_STEP_NESTEROV) != 0};                              \
+    const rule_of none = {rule, 1, 0, 0};                                                                  \
+    const layout plain = {format, DC_F32, DC_F32, 0, 0, format != DC_STATE_STOCHASTIC, adamw ? none : of}; \
+    const layout any = {format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, 0, of};     \
+    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp && !(adamw && has_l2))             \
+      packed_loop(t, plain, c, begin, end);                                                                \
+    else packed_loop(t, any, c, begin, end);                                                               \
   }
 #define PACKED_LOOPS(rule_name, rule)                                                                           \
   PACKED_LOOP(packed_##rule_name##_bf16, rule, DC_STATE_STOCHASTIC)                                             \

@@ -81,6 +81,20 @@ BEST_ISA static void loop_4bit(float *restrict p, const float *restrict g, uint8
     for (int64_t i = 0; i < end / 2; i++) m[k / 2 + i] += 1, v[k / 2 + i] += 1;
   }
 }
+/* The same of one state. */
+BEST_ISA static void loop_one_bf16(float *restrict p, const float *restrict g, uint16_t *restrict m, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += 1;
+}
+BEST_ISA static void loop_one_8bit(float *restrict p, const float *restrict g, uint8_t *restrict m, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += 1;
+}
+BEST_ISA static void loop_one_4bit(float *restrict p, const float *restrict g, uint8_t *restrict m, int64_t n) {
+  for (int64_t k = 0; k < n; k += 128) {
+    const int64_t end = n - k < 128 ? n - k : 128;
+    for (int64_t i = 0; i < end; i++) p[k + i] += g[k + i];
+    for (int64_t i = 0; i < end / 2; i++) m[k / 2 + i] += 1;
+  }
+}
 BEST_ISA static uint32_t loop_read(const uint32_t *x, int64_t n) {
   uint32_t all = 0;
   for (int64_t i = 0; i < n; i++) all |= x[i];
@@ -109,6 +123,9 @@ LIMIT(limit_step_low, loop_3r2w_low(F(0), F(1), F(2), H(4), hi - lo))
 LIMIT(limit_bf16, loop_bf16(F(0), F(1), H(2), H(3), hi - lo))
 LIMIT(limit_8bit, loop_8bit(F(0), F(1), (uint8_t *)b->at[2] + lo, (uint8_t *)b->at[3] + lo, hi - lo))
 LIMIT(limit_4bit, loop_4bit(F(0), F(1), (uint8_t *)b->at[2] + lo / 2, (uint8_t *)b->at[3] + lo / 2, hi - lo))
+LIMIT(limit_one_bf16, loop_one_bf16(F(0), F(1), H(2), hi - lo))
+LIMIT(limit_one_8bit, loop_one_8bit(F(0), F(1), (uint8_t *)b->at[2] + lo, hi - lo))
+LIMIT(limit_one_4bit, loop_one_4bit(F(0), F(1), (uint8_t *)b->at[2] + lo / 2, hi - lo))
 LIMIT(limit_copy, memcpy(F(1), F(0), (size_t)(hi - lo) * 4))
 LIMIT(limit_cast, loop_1r1w(F(1), F(0), hi - lo))
 LIMIT(limit_narrow, loop_narrow(H(1), U(0), hi - lo))
@@ -182,30 +199,36 @@ static int op_step(bench *b, int rule, int lowp) {
                           .lowp_dtype = lowp >= 0 ? lowp : 0};
   return dc_step(&t, 1);
 }
-/* AdamW with states in a format; the scales take the place of lowp. */
-static int op_packed(bench *b, int format) {
+/* A rule with states in a format; the scales take the place of lowp. */
+static int op_packed(bench *b, int rule, int format) {
+  const int adamw = rule == DC_RULE_ADAMW;
   const dc_step_args t = {.struct_size = sizeof(dc_step_args),
                           .param = b->at[0],
                           .grad = b->at[1],
-                          .state = {b->at[2], b->at[3]},
+                          .state = {b->at[2], adamw ? b->at[3] : NULL},
                           .scale = {b->at[4], (float *)b->at[4] + b->n / 2},
                           .n = b->n,
                           .step = 10,
-                          .rule = DC_RULE_ADAMW,
+                          .rule = rule,
                           .lr = 1e-3,
                           .beta1 = 0.9,
-                          .beta2 = 0.999,
+                          .beta2 = rule == DC_RULE_SGD ? 0.0 : 0.999,
                           .eps = 1e-8,
                           .weight_decay = 0.01,
                           .grad_scale = 1.0,
                           .state_dtype = DC_BF16,
-                          .flags = DC_STEP_DECOUPLED,
+                          .flags = adamw ? DC_STEP_DECOUPLED : 0,
                           .format = format};
   return dc_step(&t, 1);
 }
-static int op_packed_bf16(bench *b) { return op_packed(b, DC_STATE_STOCHASTIC); }
-static int op_packed_8bit(bench *b) { return op_packed(b, DC_STATE_8BIT); }
-static int op_packed_4bit(bench *b) { return op_packed(b, DC_STATE_4BIT); }
+#define PACKED(name, rule)                                                                  \
+  static int op_##name##_bf16(bench *b) { return op_packed(b, rule, DC_STATE_STOCHASTIC); } \
+  static int op_##name##_8bit(bench *b) { return op_packed(b, rule, DC_STATE_8BIT); }       \
+  static int op_##name##_4bit(bench *b) { return op_packed(b, rule, DC_STATE_4BIT); }
+PACKED(packed, DC_RULE_ADAMW)
+PACKED(packed_lion, DC_RULE_LION)
+PACKED(packed_adagrad, DC_RULE_ADAGRAD)
+PACKED(packed_sgd, DC_RULE_SGD)
 static int op_lion(bench *b) { return op_step(b, DC_RULE_LION, -1); }
 static int op_adagrad(bench *b) { return op_step(b, DC_RULE_ADAGRAD, -1); }
 static int op_sgd(bench *b) { return op_step(b, DC_RULE_SGD, -1); }
@@ -241,6 +264,15 @@ static const bench_case cases[] = {
     {"packed_adamw", "bf16 states", op_packed_bf16, limit_bf16, 20},
     {"packed_adamw", "8-bit states", op_packed_8bit, limit_8bit, 16},
     {"packed_adamw", "4-bit states", op_packed_4bit, limit_4bit, 14},
+    {"packed_lion", "bf16 states", op_packed_lion_bf16, limit_one_bf16, 16},
+    {"packed_lion", "8-bit states", op_packed_lion_8bit, limit_one_8bit, 14},
+    {"packed_lion", "4-bit states", op_packed_lion_4bit, limit_one_4bit, 13},
+    {"packed_adagrad", "bf16 states", op_packed_adagrad_bf16, limit_one_bf16, 16},
+    {"packed_adagrad", "8-bit states", op_packed_adagrad_8bit, limit_one_8bit, 14},
+    {"packed_adagrad", "4-bit states", op_packed_adagrad_4bit, limit_one_4bit, 13},
+    {"packed_sgd_momentum", "bf16 states", op_packed_sgd_bf16, limit_one_bf16, 16},
+    {"packed_sgd_momentum", "8-bit states", op_packed_sgd_8bit, limit_one_8bit, 14},
+    {"packed_sgd_momentum", "4-bit states", op_packed_sgd_4bit, limit_one_4bit, 13},
     {"step_lion", "fp32", op_lion, limit_step, 20},
     {"step_lion_lowp", "fp32->bf16", op_lion_low, limit_step_low, 22},
     {"step_adagrad", "fp32", op_adagrad, limit_step, 20},
