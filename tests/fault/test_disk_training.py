@@ -65,6 +65,12 @@ TRAININGS = {
     "Lamb": ("fp32", ("states",), {"type": "Lamb", "params": {"lr": 1e-2}}, {}),
     "Muon": ("bf16", ("states",), {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32"}}, {}),
     "Adafactor": ("bf16", ("states",), {"type": "Adafactor", "params": {"lr": 1e-2}}, {}),
+    "Lamb int8, all": (
+        "fp32",
+        ("states", "parameters"),
+        {"type": "Lamb", "params": {"lr": 1e-2, "state_dtype": "int8"}},
+        {},
+    ),
     "Lamb, all": ("fp32", ("states", "parameters"), {"type": "Lamb", "params": {"lr": 1e-2}}, {}),
     "Muon, all": (
         "bf16",
@@ -500,6 +506,7 @@ def cases_of(cases):
                 ("Muon", "uring", 2, "nvme", 90),
                 ("Adafactor", "uring", 2, "nvme", 90),
                 ("Lamb, all", "uring", 2, "nvme", 90),
+                ("Lamb int8, all", "uring", 2, "nvme", 90),
                 ("Muon, all", "threads", 1, "nvme", 90),
                 ("Muon, all", "uring", 2, "nvme", 90),
                 ("Adafactor, all", "uring", 2, "nvme", 90),
