@@ -215,13 +215,17 @@ enum dc_state_format {
   DC_STATE_4BIT = 3,
   DC_STATE_FORMATS
 };
+/* What codes are spread over: numbers of both signs and many sizes; squares (exp_avg_sq, sum); with 8 bits evenly, 127
+ * codes up to the scale (momentum_buffer of DC_RULE_SGD: of a matrix whose directions Muon makes equally long the noise
+ * of its largest elements would hide the small directions); with 4 bits LINEAR is SIGNED. */
+enum dc_state_kind { DC_STATE_SIGNED = 0, DC_STATE_SQUARES = 1, DC_STATE_LINEAR = 2 };
 /* Bytes of a state of n elements from number `first` on, and fp32 scales beside it. */
 DC_API int dc_state_sizes(int format, int64_t first, int64_t n, int64_t *bytes, int64_t *scales);
-/* Codes to numbers, exactly; squares: whether the state is one (exp_avg_sq, sum). Formats 8BIT and 4BIT. */
-DC_API int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int squares, int64_t first,
+/* Codes to numbers, exactly; kind: dc_state_kind. Formats 8BIT and 4BIT. */
+DC_API int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int kind, int64_t first,
                            int64_t n);
 /* Numbers to codes, to nearest: what dc_state_unpack has given comes back as it was. */
-DC_API int dc_state_pack(void *codes, float *scale, const float *in, int format, int squares, int64_t first, int64_t n);
+DC_API int dc_state_pack(void *codes, float *scale, const float *in, int format, int kind, int64_t first, int64_t n);
 
 /* Steps `count` tensors as one job, of one rule or of several. All are validated before the first write. DC_E_INVALID:
  * as dc_adamw, and a rule that does not exist, a flag or a state that the rule has not, momentum or dampening not

@@ -142,29 +142,30 @@ int dc_state_sizes(int format, int64_t first, int64_t n, int64_t *bytes, int64_t
   return DC_OK;
 }
 
-static int step_check_codes(const void *numbers, const void *codes, const float *scale, int format, int64_t first,
-                            int64_t n) {
+static int step_check_codes(const void *numbers, const void *codes, const float *scale, int format, int kind,
+                            int64_t first, int64_t n) {
   DC_TRY(check_count(n));
   DC_TRY(check_format(format, first));
   if (format != DC_STATE_8BIT && format != DC_STATE_4BIT)
     return DC_FAIL(DC_E_INVALID, "format = %d has no codes; %d and %d have", format, DC_STATE_8BIT, DC_STATE_4BIT);
+  if (kind < DC_STATE_SIGNED || kind > DC_STATE_LINEAR)
+    return DC_FAIL(DC_E_INVALID, "kind = %d; there are 0 to %d", kind, DC_STATE_LINEAR);
   DC_TRY(check_array(numbers, sizeof(float), n, "the array of numbers"));
   DC_TRY(check_array(codes, 1, n, "codes"));
   return check_array(scale, sizeof *scale, n, "scale");
 }
 
-int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int squares, int64_t first,
-                    int64_t n) {
-  DC_TRY(step_check_codes(out, codes, scale, format, first, n));
-  const dc__code_map map = dc__code_map_of(format, squares);
+int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int kind, int64_t first, int64_t n) {
+  DC_TRY(step_check_codes(out, codes, scale, format, kind, first, n));
+  const dc__code_map map = dc__code_map_of(format, kind);
   for (int64_t i = 0; i < n; i++)
     out[i] = dc__canonical_f32(dc__code_get(&map, codes, i) * scale[dc__state_block_at(format, first, i)]);
   return DC_OK;
 }
 
-int dc_state_pack(void *codes, float *scale, const float *in, int format, int squares, int64_t first, int64_t n) {
-  DC_TRY(step_check_codes(in, codes, scale, format, first, n));
-  const dc__code_map map = dc__code_map_of(format, squares);
+int dc_state_pack(void *codes, float *scale, const float *in, int format, int kind, int64_t first, int64_t n) {
+  DC_TRY(step_check_codes(in, codes, scale, format, kind, first, n));
+  const dc__code_map map = dc__code_map_of(format, kind);
   const unsigned fp = fp_enter();
   for (int64_t begin = 0, end; begin < n; begin = end) {
     end = dc__state_block_end(format, first, begin, n);

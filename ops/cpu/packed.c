@@ -13,7 +13,7 @@ typedef struct layout {
 
 DC_INLINE int packed_two(layout l) { return dc__packed_states(l.of.rule) == 2; }
 DC_INLINE dc__code_map packed_map(layout l, int state) {
-  return dc__code_map_of(l.format, dc__packed_squares(l.of.rule, state));
+  return dc__code_map_of(l.format, dc__packed_kind(l.of.rule, state));
 }
 
 typedef struct scalars {
@@ -75,6 +75,7 @@ DC_INLINE vf packed_unpack(const unpacking *u, const uint8_t *codes, int64_t i, 
   const dc__code_map map = u->map;
   if (map.bits == 4) return v_keep(v_lookup(u->values, vi_load_nibbles(codes + i / 2, r)), r);
   const vi stored = vi_widen8(v_load8(codes + i, r));
+  if (map.linear) return v_keep(v_mul(v_mul(vi_float(stored), v_set1(map.least)), u->scale), r);
   if (map.squares) {
     const uint32_t base = map.base + ((uint32_t)map.offset << map.shift);
     return v_keep(v_mul(v_of_bits(vi_add(vi_set1((int)base), vi_left(stored, map.shift))), u->scale), r);
@@ -105,8 +106,9 @@ DC_INLINE vi packed_code(dc__code_map map, vf y, vi noise) {
   }
   const vi size = v_magnitude(y);
   const vf f = v_of_bits(size);
-  const vi u = vi_truncate_if_below(f, v_set1(map.least), v_mul(f, v_set1(map.per_least)),
-                                    vi_sub(size, vi_set1((int)map.base)));
+  const vf linear = v_mul(f, v_set1(map.per_least));
+  const vi u = map.linear ? v_truncate(linear)
+                          : vi_truncate_if_below(f, v_set1(map.least), linear, vi_sub(size, vi_set1((int)map.base)));
   return vi_signed_as(vi_right(vi_add(u, vi_and_or(noise, mask, 1)), map.shift), y);
 }
 

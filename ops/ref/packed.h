@@ -23,9 +23,13 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
   return end < n ? end : n;
 }
 
-/* How many states a rule has of those that have a format, and whether one is never negative. */
+/* How many states a rule has of those that have a format, and what their codes are spread over. */
 static inline int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW || rule == DC__RULE_LAMB ? 2 : 1; }
-static inline int dc__packed_squares(int rule, int state) { return rule == DC_RULE_ADAGRAD || state == 1; }
+static inline int dc__packed_kind(int rule, int state) {
+  return rule == DC_RULE_ADAGRAD || state == 1 ? DC_STATE_SQUARES
+         : rule == DC_RULE_SGD                 ? DC_STATE_LINEAR
+                                               : DC_STATE_SIGNED;
+}
 
 /* What state is multiplied with as it is unpacked: the decay of a moment. Of codes it is the scale that is. */
 static inline float dc__packed_keep(const dc_step_args *t, int state) {
@@ -65,30 +69,37 @@ static inline uint16_t dc__bf16_stochastic(float f, uint32_t noise) {
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
 /* Code c stands for the fp32 number with the bits base + (c << shift), times the scale; the largest, `top`, for 1. Of a
- * signed state that is the magnitude, and 0 is zero; between it and `least`, the number of code 1, codes are linear. */
+ * signed state that is the magnitude, and 0 is zero; between it and `least`, the number of code 1, codes are linear. Of
+ * a linear one all are: code c stands for c * least, least is 1 / top. */
 typedef struct dc__code_map {
-  int bits, squares, top, shift, offset; /* offset: of what is stored, so that it is a signed number of `bits` */
+  int bits, squares, linear, top, shift,
+      offset; /* offset: of what is stored, so that it is a signed number of `bits` */
   uint32_t base;
   float least, per_least; /* per_least: 2^shift / least */
 } dc__code_map;
 
-static inline dc__code_map dc__code_map_of(int format, int squares) {
+/* kind: dc_state_kind. */
+static inline dc__code_map dc__code_map_of(int format, int kind) {
+  const int squares = kind == DC_STATE_SQUARES;
   dc__code_map m = {.bits = format == DC_STATE_8BIT ? 8 : 4, .squares = squares};
+  m.linear = kind == DC_STATE_LINEAR && m.bits == 8;
   m.shift = m.bits == 8 ? 20 : 22;
   m.top = squares ? (1 << m.bits) - 1 : (1 << (m.bits - 1)) - 1;
   m.offset = squares ? 1 << (m.bits - 1) : 0;
   m.base = 0x3f800000u - ((uint32_t)m.top << m.shift);
   m.least = dc__f32_of_bits(m.base + (1u << m.shift));
   m.per_least = (float)(1 << m.shift) / m.least;
+  if (m.linear) m.least = 1.0f / 127.0f, m.per_least = (float)(127 << m.shift); /* 127 * least is 1 */
   return m;
 }
 
 static inline dc__code_map dc__state_map(const dc_step_args *t, int state) {
-  return dc__code_map_of(t->format, dc__packed_squares(t->rule, state));
+  return dc__code_map_of(t->format, dc__packed_kind(t->rule, state));
 }
 
 static inline float dc__code_value(const dc__code_map *m, int stored) {
   const int code = stored + m->offset, size = code < 0 ? -code : code;
+  if (m->linear) return (float)code * m->least;
   if (!m->squares && size == 0) return 0.0f;
   const float f = dc__f32_of_bits(m->base + ((uint32_t)size << m->shift));
   return code < 0 ? -f : f;
@@ -98,9 +109,9 @@ static inline float dc__code_value(const dc__code_map *m, int stored) {
 static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
   const uint32_t size = m->squares && y < 0 ? 0 : dc__bits_of_f32(y) & 0x7fffffffu;
   const float f = dc__f32_of_bits(size);
-  const uint32_t u = m->squares     ? (size > m->base ? size : m->base) - m->base
-                     : f < m->least ? (uint32_t)(int32_t)(f * m->per_least)
-                                    : size - m->base;
+  const uint32_t u = m->squares                  ? (size > m->base ? size : m->base) - m->base
+                     : m->linear || f < m->least ? (uint32_t)(int32_t)(f * m->per_least)
+                                                 : size - m->base;
   const int code = (int)((u + noise) >> m->shift);
   return (y < 0 && !m->squares ? -code : code) - m->offset;
 }

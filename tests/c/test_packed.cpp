@@ -134,9 +134,10 @@ TEST_F(Ops, PackedDoesNotDependOnThePartition) {
 // What is unpacked packs to the same codes and scales, whatever the codes were.
 TEST_F(Ops, UnpackedStatesPackAsTheyWere) {
   for (int format : {(int)DC_STATE_8BIT, (int)DC_STATE_4BIT})
-    for (int squares : {0, 1})
+    for (int kind : {DC_STATE_SIGNED, DC_STATE_SQUARES, DC_STATE_LINEAR})
       for (int64_t first : {0, 64, 192}) {
         const int64_t n = 1003;
+        const bool squares = kind == DC_STATE_SQUARES, linear = kind == DC_STATE_LINEAR && format == DC_STATE_8BIT;
         std::vector<float> x((size_t)n), back((size_t)n);
         std::mt19937 rng(3);
         for (auto &f : x)
@@ -147,15 +148,16 @@ TEST_F(Ops, UnpackedStatesPackAsTheyWere) {
         ASSERT_EQ(dc_state_sizes(format, first, n, &bytes, &scales), DC_OK);
         std::vector<uint8_t> codes((size_t)bytes), again((size_t)bytes);
         std::vector<float> scale((size_t)scales), scale2((size_t)scales);
-        ASSERT_EQ(dc_state_pack(codes.data(), scale.data(), x.data(), format, squares, first, n), DC_OK)
+        ASSERT_EQ(dc_state_pack(codes.data(), scale.data(), x.data(), format, kind, first, n), DC_OK)
             << dc_last_error();
-        ASSERT_EQ(dc_state_unpack(back.data(), codes.data(), scale.data(), format, squares, first, n), DC_OK);
-        ASSERT_EQ(dc_state_pack(again.data(), scale2.data(), back.data(), format, squares, first, n), DC_OK);
-        EXPECT_EQ(codes, again) << format << squares << first;
-        EXPECT_EQ(scale, scale2) << format << squares << first;
+        ASSERT_EQ(dc_state_unpack(back.data(), codes.data(), scale.data(), format, kind, first, n), DC_OK);
+        ASSERT_EQ(dc_state_pack(again.data(), scale2.data(), back.data(), format, kind, first, n), DC_OK);
+        EXPECT_EQ(codes, again) << format << kind << first;
+        EXPECT_EQ(scale, scale2) << format << kind << first;
         // Half a gap between neighbouring codes, of which 8 bits have 8 an octave and 4 bits 2.
-        const double half = format == DC_STATE_8BIT ? 1.0 / 16 : 0.25;
-        const double least = squares                   ? (format == DC_STATE_8BIT ? 0x1p-31 : 0x1p-7)
+        const double half = linear ? 0 : format == DC_STATE_8BIT ? 1.0 / 16 : 0.25;
+        const double least = linear                    ? 0.5 / 127
+                             : squares                 ? (format == DC_STATE_8BIT ? 0x1p-31 : 0x1p-7)
                              : format == DC_STATE_8BIT ? 0x1p-15
                                                        : 0.125;
         const int64_t block = format == DC_STATE_8BIT ? 256 : 128;
@@ -248,6 +250,7 @@ TEST_F(Ops, PackedRefusesWhatItCannotDo) {
   EXPECT_EQ(b, 2);
   EXPECT_EQ(dc_state_unpack(p, m, scale, DC_STATE_STOCHASTIC, 0, 0, 5), DC_E_INVALID);
   EXPECT_EQ(dc_state_unpack(p, nullptr, scale, DC_STATE_8BIT, 0, 0, 5), DC_E_INVALID);
+  EXPECT_EQ(dc_state_unpack(p, m, scale, DC_STATE_8BIT, 3, 0, 5), DC_E_INVALID);
   EXPECT_EQ(dc_state_pack(m, nullptr, p, DC_STATE_8BIT, 0, 0, 5), DC_E_INVALID);
 }
 

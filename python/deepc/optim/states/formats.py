@@ -16,7 +16,7 @@ from ...errors import ArgumentError, UnsupportedError
 
 FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
 BYTES_OF_256 = {name: form.bytes_of_256 for name, form in STATE_FORMATS.items()}
-SQUARES = frozenset({"exp_avg_sq", "sum"})  # the states that are never negative
+_KINDS = {"exp_avg_sq": 1, "sum": 1, "momentum_buffer": 2}  # of states: dc_state_kind, where not 0
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
@@ -73,8 +73,8 @@ def make_state(numel: int, state_dtype: str, first: int = 0) -> tuple[torch.Tens
 def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:
     """The numbers of state `name`, exactly, in fp32 [numel]."""
     out = torch.empty(numel)
-    squares, form = int(name in SQUARES), FORMATS[state_dtype]
-    call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, squares, first, numel)
+    kind, form = _KINDS.get(name, 0), FORMATS[state_dtype]
+    call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, kind, first, numel)
     return out
 
 
@@ -83,8 +83,8 @@ def pack(
 ) -> None:
     """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was."""
     values = values.reshape(-1).to(device="cpu", dtype=torch.float32).contiguous()
-    squares, form = int(name in SQUARES), FORMATS[state_dtype]
-    call("dc_state_pack", codes.data_ptr(), scale.data_ptr(), values.data_ptr(), form, squares, first, values.numel())
+    kind, form = _KINDS.get(name, 0), FORMATS[state_dtype]
+    call("dc_state_pack", codes.data_ptr(), scale.data_ptr(), values.data_ptr(), form, kind, first, values.numel())
 
 
 def check_place(p: torch.Tensor, state_dtype: str) -> None:
