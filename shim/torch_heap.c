@@ -1,5 +1,5 @@
 /* torch_heap.c: lets torch's CPU tensors of at least 1 MiB live in the core's heap (ops/base/heap.c), where a step
- * finds the memory of the one before; those of at least 128 KiB where it has room for them.
+ * finds the memory of the one before.
  *
  * torch has no C interface for a CPU allocator (c10::SetCPUAllocator takes a C++ class whose layout changes), but all
  * of it goes through two functions of the C library that libc10.so imports: posix_memalign and free. Their slots in
@@ -33,9 +33,7 @@ enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
 enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
 #endif
 
-/* A training whose lengths change has tensors of a layer above the limit in one step and below it in the next. If
- * malloc made the latter it would keep their memory beside the heap's, which stands empty then (docs/lab/heap.md). */
-enum { SMALLEST = 1 << 20, SMALLEST_SPARE = 128 << 10, SLOTS = 8 };
+enum { SMALLEST = 1 << 20, SLOTS = 8 };
 
 struct slots {
   void **memalign[SLOTS], **free[SLOTS];
@@ -60,8 +58,8 @@ static int (*heap_old_memalign)(void **, size_t, size_t);
 static void (*heap_old_free)(void *);
 
 static int heap_memalign(void **out, size_t alignment, size_t bytes) {
-  if (bytes >= SMALLEST_SPARE && alignment <= 4096 && atomic_load_explicit(&heap_wanted, memory_order_relaxed)) {
-    void *at = bytes >= SMALLEST ? dc_heap_take(bytes) : dc_heap_take_spare(bytes);
+  if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&heap_wanted, memory_order_relaxed)) {
+    void *at = dc_heap_take(bytes);
     if (at) {
       *out = at;
       return 0;

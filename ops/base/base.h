@@ -139,10 +139,6 @@ DC_API void *dc_heap_take(size_t bytes);
 /* The same in whole huge pages, as high in the heap as its free blocks allow: for what must not cut the place of large
  * blocks into pieces. */
 DC_API void *dc_heap_take_high(size_t bytes);
-/* The same as dc_heap_take, if a free block has the room: NULL where the heap would have to grow. For smaller blocks,
- * which are malloc's while there is no room here: malloc keeps its own, beside this heap's. NULL too where the user has
- * chosen malloc's thresholds by hand. */
-DC_API void *dc_heap_take_spare(size_t bytes);
 /* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it
  * was given back before. */
 DC_API int dc_heap_give(void *p);

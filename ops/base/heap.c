@@ -245,25 +245,6 @@ static uint32_t heap_granules(const dc__heap *h, size_t bytes, bool high) {
   return need % (h->page / 4) ? need : need + 1;
 }
 
-static void heap_use(dc__heap *h, uint32_t at, uint32_t granules) {
-  h->rows[at].granules = granules, h->used[at] = 1;
-  h->in_use += granules;
-  if (h->in_use > h->peak) h->peak = h->in_use;
-}
-
-void *dc__heap_take_spare(dc__heap *h, size_t bytes) {
-  char *base = heap_base(h);
-  if (!base || !bytes || bytes > h->limit) return NULL;
-  heap_lock(h);
-  const uint32_t need = heap_granules(h, bytes, false), found = heap_best_fit(h, need);
-  if (found) {
-    heap_cut(h, found - 1, found - 1, need);
-    heap_use(h, found - 1, need);
-  }
-  heap_unlock(h);
-  return found ? base + heap_bytes(h, found - 1) : NULL;
-}
-
 void *dc__heap_take(dc__heap *h, size_t bytes, bool high) {
   char *base = heap_base(h);
   if (!base || !bytes) return NULL;
@@ -276,7 +257,9 @@ void *dc__heap_take(dc__heap *h, size_t bytes, bool high) {
     dc__count(DC_COUNTER_heap_refusals, 1);
     return NULL;
   }
-  heap_use(h, at, need);
+  h->rows[at].granules = need, h->used[at] = 1;
+  h->in_use += need;
+  if (h->in_use > h->peak) h->peak = h->in_use;
   heap_unlock(h);
   return base + heap_bytes(h, at);
 }
@@ -396,29 +379,11 @@ void dc__heap_read(dc__heap *h, struct dc_heap_stats *out) {
 }
 
 /* ---- the process's heap ------------------------------------------------------------------------------------------ */
-static bool heap_spares = true; /* whether smaller blocks may lie here: heap_open_own */
-
-#ifdef __GLIBC__
-/* A user who set a threshold by hand wants it as it is. */
-static bool heap_user_chose(void) {
-  static const char *const variables[] = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"};
-  static const char *const tunables[] = {"glibc.malloc.mmap_max", "glibc.malloc.mmap_threshold",
-                                         "glibc.malloc.trim_threshold"};
-  const char *set = getenv("GLIBC_TUNABLES");
-  for (size_t i = 0; i < sizeof variables / sizeof *variables; i++)
-    if (getenv(variables[i]) || (set && strstr(set, tunables[i]))) return true;
-  return false;
-}
-#endif
-
 /* Addresses for twice the machine's memory: nothing is resident until it is written. Without them (a limit on
  * addresses, no overcommit) the heap stays empty and every request is refused. */
 static void heap_open_own(void) {
   long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
   if (pages <= 0 || page <= 0 || (size_t)page > DC_HUGE_PAGE) return;
-#ifdef __GLIBC__
-  heap_spares = !heap_user_chose();
-#endif
   (void)heap_open(&heap_own, &(dc__heap_system){.page = (size_t)page, .bytes = 2 * (size_t)pages * (size_t)page});
 }
 
@@ -434,9 +399,6 @@ int dc_heap_usable(void) {
 
 void *dc_heap_take(size_t bytes) { return dc_heap_usable() ? dc__heap_take(&heap_own, bytes, false) : NULL; }
 void *dc_heap_take_high(size_t bytes) { return dc_heap_usable() ? dc__heap_take(&heap_own, bytes, true) : NULL; }
-void *dc_heap_take_spare(size_t bytes) {
-  return dc_heap_usable() && heap_spares ? dc__heap_take_spare(&heap_own, bytes) : NULL;
-}
 int dc_heap_give(void *p) { return dc__heap_give(&heap_own, p); }
 
 int dc_heap_stats(struct dc_heap_stats *out) {
@@ -482,6 +444,17 @@ int dc_heap_step(void) {
 
 /* ---- malloc ------------------------------------------------------------------------------------------------------ */
 #ifdef __GLIBC__
+/* A user who set a threshold by hand wants it as it is. */
+static bool heap_user_chose(void) {
+  static const char *const variables[] = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"};
+  static const char *const tunables[] = {"glibc.malloc.mmap_max", "glibc.malloc.mmap_threshold",
+                                         "glibc.malloc.trim_threshold"};
+  const char *set = getenv("GLIBC_TUNABLES");
+  for (size_t i = 0; i < sizeof variables / sizeof *variables; i++)
+    if (getenv(variables[i]) || (set && strstr(set, tunables[i]))) return true;
+  return false;
+}
+
 /* jemalloc, tcmalloc and sanitizers put their own malloc before glibc's; mallopt then does nothing. */
 static bool heap_malloc_is_glibc(void) {
   Dl_info ours, libc;

@@ -21,9 +21,8 @@ typedef struct dc__heap dc__heap;
  * is locked in memory (mlockall(MCL_FUTURE)). DC_E_ENV: DEEPC_HUGEPAGES. */
 int dc__heap_open(const dc__heap_system *system, dc__heap **out);
 void dc__heap_close(dc__heap *h);
-/* dc_heap_take and dc_heap_take_high, dc_heap_take_spare, dc_heap_give, dc_heap_stats of one heap. */
+/* dc_heap_take and dc_heap_take_high, dc_heap_give, dc_heap_stats of one heap. */
 void *dc__heap_take(dc__heap *h, size_t bytes, bool high);
-void *dc__heap_take_spare(dc__heap *h, size_t bytes);
 int dc__heap_give(dc__heap *h, void *p);
 void dc__heap_read(dc__heap *h, struct dc_heap_stats *out);
 /* Bytes that went back to the system: of all free blocks; at the end of a step, of what was in no block for `patience`

@@ -113,33 +113,6 @@ TEST(HeapSize, TheLargestMachineHasOneToo) {
   }
 }
 
-// ---- room to spare ----------------------------------------------------------------------------------------------
-TEST(HeapSpare, IsTakenFromFreeBlocksAlone) {
-  Heap h = open_heap(4096, 512 * kMiB);
-  ASSERT_TRUE(h);
-  EXPECT_EQ(dc__heap_take_spare(h.get(), kMiB / 8), nullptr) << "an empty heap would have to grow";
-  char *a = static_cast<char *>(dc__heap_take(h.get(), 4 * kMiB, false)),
-       *b = static_cast<char *>(dc__heap_take(h.get(), 4 * kMiB, false));
-  EXPECT_EQ(dc__heap_take_spare(h.get(), kMiB / 8), nullptr) << "no block is free";
-  EXPECT_EQ(dc__heap_give(h.get(), a), 1);
-  const int64_t extent = stats_of(h).extent;
-  std::vector<char *> small;
-  while (char *p = static_cast<char *>(dc__heap_take_spare(h.get(), 200000))) small.push_back(p);
-  EXPECT_EQ(small.size(), (4 * kMiB + 16384) / (13 * 16384)) << "13 granules each, in the room of a";
-  for (char *p : small) {
-    EXPECT_TRUE(p >= a && p + 200000 <= b) << "outside of what was free";
-    memset(p, 7, 200000);
-  }
-  EXPECT_EQ(dc__heap_take_spare(h.get(), 0), nullptr);
-  EXPECT_EQ(dc__heap_take_spare(h.get(), 1024 * kMiB), nullptr);
-  struct dc_heap_stats s = stats_of(h);
-  EXPECT_EQ(s.extent, extent) << "it grew";
-  EXPECT_EQ(s.refusals, 0) << "malloc has it: nobody was refused";
-  for (char *p : small) EXPECT_EQ(dc__heap_give(h.get(), p), 1);
-  EXPECT_EQ(dc__heap_take(h.get(), 4 * kMiB, false), a) << "they join again";
-  EXPECT_EQ(stats_of(h).extent, extent);
-}
-
 // ---- what stays free --------------------------------------------------------------------------------------------
 TEST(HeapDecay, GivesBackWhatNoStepHasUsedAndNothingElse) {
   Heap h = open_heap(4096, 512 * kMiB);

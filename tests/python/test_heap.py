@@ -155,34 +155,6 @@ def test_trim_gives_back() -> None:
     assert kept - after > 50 << 20
 
 
-def lengths_that_change(rank: int, world: int) -> tuple[int, int, list[bool]]:
-    """What the heap and malloc grow by in short steps, whose tensors are below the heap's limit, after a long one; for
-    tensors of some sizes whether they lie where the long step's were."""
-    import torch
-    from deepc import memory
-
-    memory.keep_heap()
-
-    def step(rows: int) -> None:
-        kept = [torch.ones(rows, 4096) for _ in range(64)]
-        del kept
-
-    step(256)  # 4 MiB each
-    extent, small = bytes_from_system()
-    for rows in (63, 40, 20, 9):
-        step(rows)  # 1008 to 144 KiB
-    heap_grew, malloc_grew = (after - before for after, before in zip(bytes_from_system(), (extent, small)))
-    base = memory.heap()["base"]
-    some = [torch.ones(n >> 2) for n in (1 << 20, 512 << 10, 128 << 10, 100 << 10)]
-    return heap_grew, malloc_grew, [base <= t.data_ptr() < base + extent for t in some]
-
-
-def test_small_tensors_of_short_batches_lie_where_large_ones_were() -> None:
-    ((heap_grew, malloc_grew, places),) = run_ranks(lengths_that_change, 1, fresh=True)
-    assert heap_grew == 0 and malloc_grew < 4 << 20, "malloc grew beside a heap that has room"  # by 60 MiB before
-    assert places == [True, True, True, False]
-
-
 def after_an_evaluation(rank: int, world: int) -> dict[str, Any]:
     """Bytes given back, resident bytes and the meter's figures around an evaluation on a batch eight times as large."""
     import deepc

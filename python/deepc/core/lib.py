@@ -491,7 +491,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_mem_available": (c_int, _P(c_int64)),
     "dc_mem_huge_bytes": (c_int, c_void_p, c_size_t, _P(c_int64)),
     "dc_heap_take_high": (c_void_p, c_size_t),
-    "dc_heap_take_spare": (c_void_p, c_size_t),
     "dc_lease_open": (c_int, c_size_t, c_int, _P(c_void_p), _P(c_void_p)),
     "dc_lease_layout": (c_int, c_size_t, c_int, _P(c_size_t), _P(c_size_t)),
     "dc_lease_need": (c_int, c_void_p, c_size_t, c_size_t),

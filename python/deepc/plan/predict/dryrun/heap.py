@@ -12,7 +12,6 @@ from ....core.lib import C
 
 PAGE = 4096
 _IS_MMAPPED = 2  # in the word before a block of glibc's
-CORE_BYTES, SPARE_BYTES = 1 << 20, 128 << 10  # shim/torch_heap.c: what the core's heap takes, and where it has room
 THP_BYTES = 2 << 20  # from here on torch aligns to pages where its huge-page switch is on (c10/core/impl/alloc_cpu.cpp)
 
 
@@ -135,9 +134,7 @@ class ShadowHeap:
         if not self.usable:
             self._blocks[key] = (0, nbytes)
             self._mapped += nbytes
-        elif self._core is None or nbytes < SPARE_BYTES:
-            self._from_malloc(key, nbytes)
-        elif not self._from_core(key, nbytes, C.dc_heap_take if nbytes >= CORE_BYTES else C.dc_heap_take_spare):
+        elif self._core is None or nbytes < THP_BYTES // 2 or not self._from_core(key, nbytes):
             self._from_malloc(key, nbytes)
         self._note()
 
@@ -153,7 +150,7 @@ class ShadowHeap:
             self._mapped += nbytes
         self._note()
 
-    def _from_core(self, key: int, nbytes: int, take: Callable[[int], int | None]) -> bool:
+    def _from_core(self, key: int, nbytes: int, take: Callable[[int], int | None] = C.dc_heap_take) -> bool:
         at = take(nbytes)
         if not at:
             return False
