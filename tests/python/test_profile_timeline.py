@@ -475,7 +475,7 @@ def test_collectives_between_nodes_and_who_waited(tmp_path):
         ]
         if found := len(came) == 2 and any(abs(e["ts"] + e["dur"] - came[1]) < 0.01 for e in waits):
             break
-    assert found, (went, came, waits)
+    assert found, (went, came, [(e["ts"], e["dur"]) for e in waits])
 
 
 # ---- wall clock ------------------------------------------------------------------------------------------------------
