@@ -292,11 +292,18 @@ static inline int check_format(int format, int64_t first) {
   return DC_OK;
 }
 
+/* State s of a tensor, as it is stored: [n] of dtype or codes, with scales. */
+static inline int check_state(int format, int dtype, const void *state, const float *scale, int64_t n, int s) {
+  static const char *const names[] = {"state[0]", "state[1]", "state[2]"};
+  static const char *const scales[] = {"scale[0]", "scale[1]", "scale[2]"};
+  if (format != DC_STATE_8BIT && format != DC_STATE_4BIT) return check_floats(state, dtype, n, names[s]);
+  DC_TRY(check_array(state, 1, n, names[s]));
+  return check_array(scale, sizeof *scale, n, scales[s]);
+}
+
 /* The states of tensor k, which has `most` of them at most and `least` at least. */
 static inline int check_step_states(const dc_step_args *t, int64_t k, int least, int most) {
-  static const char *const names[] = {"state[0]", "state[1]", "state[2]"};
-  static const char *const scales[] = {"scale[0]", "scale[1]"};
-  const int packed = t->format == DC_STATE_8BIT || t->format == DC_STATE_4BIT;
+  const int must = least == 0 && t->format != DC_STATE_NEAREST ? 1 : least;
   DC_TRY(check_format(t->format, t->first));
   if (t->format != DC_STATE_NEAREST && t->state[2])
     return CHECK_FAIL(DC_E_UNSUPPORTED, "tensor %lld: format %d with amsgrad: a maximum of rounded squares would grow",
@@ -305,13 +312,10 @@ static inline int check_step_states(const dc_step_args *t, int64_t k, int least,
     return CHECK_FAIL(DC_E_DTYPE, "tensor %lld: stochastic rounding is to bf16, not to dtype %d", (long long)k,
                       t->state_dtype);
   for (int s = 0; s < 3; s++) {
-    const int64_t need = s < (t->format != DC_STATE_NEAREST && least == 0 ? 1 : least) ? t->n : 0;
     if (s >= most && t->state[s])
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s is given, and rule %d has %d", (long long)k, names[s], t->rule,
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: state[%d] is given, and rule %d has %d", (long long)k, s, t->rule,
                         most);
-    if (packed) DC_TRY(check_array(t->state[s], 1, need, names[s]));
-    else DC_TRY(check_floats(t->state[s], t->state_dtype, need, names[s]));
-    if (packed && s < 2) DC_TRY(check_array(t->scale[s], sizeof(float), need, scales[s]));
+    DC_TRY(check_state(t->format, t->state_dtype, t->state[s], s < 2 ? t->scale[s] : NULL, s < must ? t->n : 0, s));
   }
   return DC_OK;
 }
@@ -345,20 +349,6 @@ static inline int check_lamb_scalars(const dc_lamb_args *t, int64_t k, int apply
   return check_betas(t->beta1, t->beta2, k);
 }
 
-/* Its states in a format. */
-static inline int check_lamb_states(const dc_lamb_args *t) {
-  static const char *const names[] = {"state[0]", "state[1]"}, *const scales[] = {"scale[0]", "scale[1]"};
-  for (int s = 0; s < 2; s++) {
-    if (t->format == DC_STATE_STOCHASTIC) {
-      DC_TRY(check_floats(t->state[s], DC_BF16, t->n, names[s]));
-      continue;
-    }
-    DC_TRY(check_array(t->state[s], 1, t->n, names[s]));
-    DC_TRY(check_array(t->scale[s], sizeof(float), t->n, scales[s]));
-  }
-  return DC_OK;
-}
-
 /* Tensor k of a call. */
 static inline int check_lamb(const dc_lamb_args *t, int64_t k, int apply) {
   DC_TRY(check_lamb_scalars(t, k, apply));
@@ -368,7 +358,7 @@ static inline int check_lamb(const dc_lamb_args *t, int64_t k, int apply) {
   DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
   if (!apply || t->format != DC_STATE_NEAREST) DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
   if (t->format != DC_STATE_NEAREST) {
-    DC_TRY(check_lamb_states(t));
+    for (int s = 0; s < 2; s++) DC_TRY(check_state(t->format, DC_BF16, t->state[s], t->scale[s], t->n, s));
   } else {
     DC_TRY(check_array(t->exp_avg, sizeof(float), t->n, "exp_avg"));
     DC_TRY(check_array(t->exp_avg_sq, sizeof(float), t->n, "exp_avg_sq"));

@@ -1,41 +1,23 @@
 /* lamb.c: bodies of dc_lamb_moments and dc_lamb_apply. fp32 parameters and gradients are constants of their loop. */
-#include "cpu/vec.h"
+#include "cpu/rules.h"
 
-typedef struct consts {
-  vf grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay, rate;
-} consts;
-
-DC_INLINE consts lamb_consts_of(const dc__lamb_coef *c) {
-  return (consts){v_set1(c->grad_scale),   v_set1(c->one_minus_b1), v_set1(c->b2),
-                  v_set1(c->one_minus_b2), v_set1(c->inv_bc1),      v_set1(c->inv_sqrt_bc2),
-                  v_set1(c->eps),          v_set1(c->weight_decay), v_set1(c->rate)};
-}
-
-DC_INLINE vf lamb_update(const consts *c, vf p, vf m, vf v) {
-  return v_fma(c->weight_decay, p, v_div(v_mul(m, c->inv_bc1), v_fma(v_sqrt(v), c->inv_sqrt_bc2, c->eps)));
-}
-
-typedef struct sums {
-  vd p, u;
-} sums;
-
-DC_INLINE sums lamb_moments_some(const dc_lamb_args *t, int param, int grad, const consts *c, sums s, int64_t i,
-                                 int r) {
+DC_INLINE lamb_sums lamb_moments_some(const dc_lamb_args *t, int param, int grad, const lamb_scalars *c, lamb_sums s,
+                                      int64_t i, int r) {
   const vf p = v_get(t->param, param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, grad, i, r));
   vf m = v_load32(t->exp_avg + i, r), v = v_load32(t->exp_avg_sq + i, r);
   m = v_fma(c->one_minus_b1, v_sub(g, m), m);
   v = v_fma(c->one_minus_b2, v_mul(g, g), v_mul(c->b2, v));
-  const vf u = v_keep(lamb_update(c, p, m, v), r); /* 0 / (0 + eps) of what is not there may be NaN */
+  const vf u = v_keep(rule_lamb(c, p, m, v), r); /* 0 / (0 + eps) of what is not there may be NaN */
   v_put(t->exp_avg, DC_F32, i, r, m);
   v_put(t->exp_avg_sq, DC_F32, i, r, v);
-  return (sums){vd_add_sq(s.p, p), vd_add_sq(s.u, u)};
+  return (lamb_sums){vd_add_sq(s.p, p), vd_add_sq(s.u, u)};
 }
 
 DC_INLINE void lamb_moments_loop(const dc_lamb_args *args, int param, int grad, const dc__lamb_coef *c, int64_t begin,
                                  int64_t end, double *param_sums, double *update_sums) {
   const dc_lamb_args t = *args; /* a copy that no store can alias */
-  const consts k = lamb_consts_of(c);
-  sums s = {vd_zero(), vd_zero()};
+  const lamb_scalars k = lamb_scalars_of(c);
+  lamb_sums s = {vd_zero(), vd_zero()};
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     v_ahead(t.param, param, i, AHEAD);
@@ -56,10 +38,10 @@ void DC_BODY(lamb_moments)(const dc_lamb_args *t, const dc__lamb_coef *c, int64_
   else lamb_moments_loop(t, t->param_dtype, t->grad_dtype, c, begin, end, sums, update_sums);
 }
 
-DC_INLINE void lamb_apply_some(const dc_lamb_args *t, int param, int lowp, int has_lowp, const consts *c, int64_t i,
-                               int r) {
+DC_INLINE void lamb_apply_some(const dc_lamb_args *t, int param, int lowp, int has_lowp, const lamb_scalars *c,
+                               int64_t i, int r) {
   vf p = v_get(t->param, param, i, r);
-  p = v_canonical(v_fma(c->rate, lamb_update(c, p, v_load32(t->exp_avg + i, r), v_load32(t->exp_avg_sq + i, r)), p));
+  p = v_canonical(v_fma(c->rate, rule_lamb(c, p, v_load32(t->exp_avg + i, r), v_load32(t->exp_avg_sq + i, r)), p));
   v_put_canonical(t->param, param, i, r, p);
   if (has_lowp) v_put_canonical(t->lowp, lowp, i, r, p);
 }
@@ -67,7 +49,7 @@ DC_INLINE void lamb_apply_some(const dc_lamb_args *t, int param, int lowp, int h
 DC_INLINE void lamb_apply_loop(const dc_lamb_args *args, int param, int lowp, int has_lowp, const dc__lamb_coef *c,
                                int64_t begin, int64_t end) {
   const dc_lamb_args t = *args;
-  const consts k = lamb_consts_of(c);
+  const lamb_scalars k = lamb_scalars_of(c);
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     v_ahead(t.param, param, i, AHEAD);

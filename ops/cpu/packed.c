@@ -18,24 +18,18 @@ DC_INLINE dc__code_map packed_map(layout l, int state) {
 
 typedef struct scalars {
   vf grad_scale;
-  float keep[2];                                                              /* dc__packed_keep */
-  vf l2, decay, one_minus_b1, one_minus_b2, step_size_neg, inv_bc1, inv_sqrt_bc2, eps; /* Adam's and LAMB's */
-  rule_scalars other;                                                         /* of the rules with one state */
+  float keep[2]; /* dc__packed_keep */
+  vf l2, decay, one_minus_b1, one_minus_b2, step_size_neg, inv_sqrt_bc2, eps; /* Adam's */
+  lamb_scalars lamb;
+  rule_scalars other; /* of the rules with one state */
 } scalars;
 
 DC_INLINE scalars packed_scalars_of(const dc_step_args *t, int rule, const dc__packed_coef *c) {
   const dc__adamw_coef *a = &c->adamw;
-  const dc__lamb_coef *b = &c->lamb;
   if (rule == DC__RULE_LAMB)
-    return (scalars){.grad_scale = v_set1(b->grad_scale),
+    return (scalars){.grad_scale = v_set1(c->lamb.grad_scale),
                      .keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
-                     .l2 = v_set1(b->weight_decay),
-                     .one_minus_b1 = v_set1(b->one_minus_b1),
-                     .one_minus_b2 = v_set1(b->one_minus_b2),
-                     .step_size_neg = v_set1(b->rate),
-                     .inv_bc1 = v_set1(b->inv_bc1),
-                     .inv_sqrt_bc2 = v_set1(b->inv_sqrt_bc2),
-                     .eps = v_set1(b->eps)};
+                     .lamb = lamb_scalars_of(&c->lamb)};
   if (rule != DC_RULE_ADAMW)
     return (scalars){
         .grad_scale = v_set1(c->other.grad_scale), .keep = {1.0f, 1.0f}, .other = rule_scalars_of(&c->other)};
@@ -123,16 +117,14 @@ DC_INLINE vi packed_noise_next(int state, int bits, vi noise) {
   return vi_add(noise, vi_set1((int)(LANES * dc__weyl_of(state, bits))));
 }
 
-/* ---- LAMB's step --------------------------------------------------------------------------------------------------
- */
-/* Before the ratio; m, v: multiplied with keep already. */
-DC_INLINE vf packed_lamb(const scalars *c, vf p, vf g, vf *m, vf *v) {
+/* ---- one vector -------------------------------------------------------------------------------------------------- */
+/* LAMB's step before lr and ratio. m, v: multiplied with keep already. */
+DC_INLINE vf packed_lamb(const lamb_scalars *c, vf p, vf g, vf *m, vf *v) {
   *m = v_fma(c->one_minus_b1, g, *m);
   *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
-  return v_fma(c->l2, p, v_div(v_mul(*m, c->inv_bc1), v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)));
+  return rule_lamb(c, p, *m, *v);
 }
 
-/* ---- one vector -------------------------------------------------------------------------------------------------- */
 /* m, v: multiplied with keep already. bad: gets a NaN where something is one, or infinite, if the layout mends. */
 DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, int64_t i, int r, vf *m, vf *v, vf *bad) {
   vf p = v_get(t->param, l.param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r));
@@ -143,7 +135,7 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
     *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
     p = v_fma(c->step_size_neg, v_div(*m, v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)), p);
   } else if (l.of.rule == DC__RULE_LAMB) {
-    p = v_fma(c->step_size_neg, packed_lamb(c, p, g, m, v), p);
+    p = v_fma(c->lamb.rate, packed_lamb(&c->lamb, p, g, m, v), p);
   } else {
     p = rule_step(l.of, &c->other, p, g, m);
   }
@@ -384,10 +376,6 @@ void DC_BODY(step_packed)(const dc_step_args *t, const dc__packed_coef *c, int64
 }
 
 /* ---- LAMB's sums ------------------------------------------------------------------------------------------------- */
-typedef struct lamb_sums {
-  vd p, u;
-} lamb_sums;
-
 DC_INLINE lamb_sums packed_sums_some(const dc_step_args *t, layout l, const scalars *c, const unpacking *from,
                                      lamb_sums s, int64_t i, int r) {
   vf x[2];
@@ -395,7 +383,7 @@ DC_INLINE lamb_sums packed_sums_some(const dc_step_args *t, layout l, const scal
     x[k] = l.format == DC_STATE_STOCHASTIC ? v_mul(v_get(t->state[k], DC_BF16, i, r), v_set1(c->keep[k]))
                                            : packed_unpack(&from[k], t->state[k], i, r);
   const vf p = v_get(t->param, l.param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r));
-  const vf u = v_keep(packed_lamb(c, p, g, &x[0], &x[1]), r); /* 0 / (0 + eps) of what is not there may be NaN */
+  const vf u = v_keep(packed_lamb(&c->lamb, p, g, &x[0], &x[1]), r); /* 0 / (0 + eps) of what is not there may be NaN */
   return (lamb_sums){vd_add_sq(s.p, p), vd_add_sq(s.u, u)};
 }
 

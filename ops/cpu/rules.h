@@ -1,4 +1,4 @@
-/* rules.h: a vector's step of the rules with one state: Lion, Adagrad, SGD (ref/rules.h). */
+/* rules.h: a vector's step of the rules with one state (Lion, Adagrad, SGD), and of LAMB (ref/rules.h). */
 #ifndef DEEPC_OPS_CPU_RULES_H
 #define DEEPC_OPS_CPU_RULES_H
 
@@ -38,5 +38,24 @@ DC_INLINE vf rule_step(rule_of of, const rule_scalars *c, vf p, vf g, vf *s) {
   }
   return v_fma(c->rate, g, p);
 }
+
+typedef struct lamb_scalars {
+  vf grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay, rate;
+} lamb_scalars;
+
+DC_INLINE lamb_scalars lamb_scalars_of(const dc__lamb_coef *c) {
+  return (lamb_scalars){v_set1(c->grad_scale),   v_set1(c->one_minus_b1), v_set1(c->b2),
+                        v_set1(c->one_minus_b2), v_set1(c->inv_bc1),      v_set1(c->inv_sqrt_bc2),
+                        v_set1(c->eps),          v_set1(c->weight_decay), v_set1(c->rate)};
+}
+
+/* LAMB's step before lr and ratio; m, v: the new moments. */
+DC_INLINE vf rule_lamb(const lamb_scalars *c, vf p, vf m, vf v) {
+  return v_fma(c->weight_decay, p, v_div(v_mul(m, c->inv_bc1), v_fma(v_sqrt(v), c->inv_sqrt_bc2, c->eps)));
+}
+
+typedef struct lamb_sums {
+  vd p, u;
+} lamb_sums;
 
 #endif

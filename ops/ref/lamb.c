@@ -1,9 +1,5 @@
 /* lamb.c: scalar reference of dc_lamb_moments and dc_lamb_apply, elements [begin, end) of one tensor. */
-#include "ref/scalar.h"
-
-static float lamb_update(const dc__lamb_coef *c, float p, float m, float v) {
-  return fmaf(c->weight_decay, p, m * c->inv_bc1 / fmaf(sqrtf(v), c->inv_sqrt_bc2, c->eps));
-}
+#include "ref/rules.h"
 
 void dc__lamb_moments_scalar(const dc_lamb_args *t, const dc__lamb_coef *c, int64_t begin, int64_t end, double *sums,
                              double *update_sums) {
@@ -11,7 +7,7 @@ void dc__lamb_moments_scalar(const dc_lamb_args *t, const dc__lamb_coef *c, int6
   for (int64_t i = begin; i < end; i++) {
     const float p = dc__get(t->param, t->param_dtype, i), g = c->grad_scale * dc__get(t->grad, t->grad_dtype, i);
     const float m = fmaf(c->one_minus_b1, g - t->exp_avg[i], t->exp_avg[i]);
-    const float v = fmaf(c->one_minus_b2, g * g, c->b2 * t->exp_avg_sq[i]), u = lamb_update(c, p, m, v);
+    const float v = fmaf(c->one_minus_b2, g * g, c->b2 * t->exp_avg_sq[i]), u = dc__rule_lamb(c, p, m, v);
     t->exp_avg[i] = dc__canonical_f32(m);
     t->exp_avg_sq[i] = dc__canonical_f32(v);
     ps[(i - begin) % 16] = fma((double)p, (double)p, ps[(i - begin) % 16]);
@@ -24,7 +20,7 @@ void dc__lamb_moments_scalar(const dc_lamb_args *t, const dc__lamb_coef *c, int6
 void dc__lamb_apply_scalar(const dc_lamb_args *t, const dc__lamb_coef *c, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     float p = dc__get(t->param, t->param_dtype, i);
-    p = fmaf(c->rate, lamb_update(c, p, t->exp_avg[i], t->exp_avg_sq[i]), p);
+    p = fmaf(c->rate, dc__rule_lamb(c, p, t->exp_avg[i], t->exp_avg_sq[i]), p);
     dc__put(t->param, t->param_dtype, i, p);
     if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
   }

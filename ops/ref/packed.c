@@ -43,7 +43,7 @@ static float packed_adamw(const dc__adamw_coef *c, float p, float g, float *m, f
 static float packed_lamb(const dc__lamb_coef *c, float p, float g, float *m, float *v) {
   *m = fmaf(c->one_minus_b1, g, *m);
   *v = fmaf(c->one_minus_b2, g * g, *v);
-  return fmaf(c->weight_decay, p, *m * c->inv_bc1 / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps));
+  return dc__rule_lamb(c, p, *m, *v);
 }
 
 static float packed_grad(const dc_step_args *t, const dc__packed_coef *c, int64_t i) {
@@ -53,7 +53,7 @@ static float packed_grad(const dc_step_args *t, const dc__packed_coef *c, int64_
   return scale * dc__get(t->grad, t->grad_dtype, i);
 }
 
-/* p after the step; x: both states. */
+/* p after the step; v: of the rules with two states. */
 static float packed_rule(const dc_step_args *t, const dc__packed_coef *c, float p, float g, float *m, float *v) {
   switch (t->rule) {
   case DC_RULE_ADAMW: return packed_adamw(&c->adamw, p, g, m, v);

@@ -1,5 +1,5 @@
-/* rules.h: one element's step of the rules with one state, in portable C: Lion, Adagrad, SGD (formulas: ops.h).
- * Whatever states are stored as, this is what is done of them. */
+/* rules.h: one element's step in portable C, of the rules with one state (Lion, Adagrad, SGD) and of LAMB (formulas:
+ * ops.h). Whatever states are stored as, this is what is done of them. */
 #ifndef DEEPC_OPS_RULES_H
 #define DEEPC_OPS_RULES_H
 
@@ -36,6 +36,11 @@ static inline float dc__rule_step(const dc_step_args *t, const dc__step_coef *c,
   case DC_RULE_ADAGRAD: return dc__rule_adagrad(c, p, g, state);
   default: return dc__rule_sgd(c, p, g, state, (t->flags & DC_STEP_NESTEROV) != 0);
   }
+}
+
+/* LAMB's step before lr and ratio; m, v: the new moments. */
+static inline float dc__rule_lamb(const dc__lamb_coef *c, float p, float m, float v) {
+  return fmaf(c->weight_decay, p, m * c->inv_bc1 / fmaf(sqrtf(v), c->inv_sqrt_bc2, c->eps));
 }
 
 #endif

@@ -5,6 +5,8 @@
 #include "cuda/bodies.cuh"
 #include "op_cases.h"
 
+namespace {
+
 class CudaOps : public Ops {
 protected:
   void SetUp() override {
@@ -28,5 +30,7 @@ protected:
     CudaOps::SetUp();
   }
 };
+
+} // namespace
 
 #endif

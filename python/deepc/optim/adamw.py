@@ -10,13 +10,7 @@ import torch
 from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
 from .states.dense import Optimizer, check_tensor, in_order, loss_of, new_states, packed_item, state_in_order
-from .states.formats import (
-    SCALE,
-    check_place,
-    check_state_dtype,
-    step_packed,
-    take_states,
-)
+from .states.formats import MOMENTS, check_place, check_state_dtype, has_codes, step_packed, take_states
 
 
 class AdamW(Optimizer):
@@ -95,7 +89,7 @@ class AdamW(Optimizer):
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
-            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
+            names = (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS
             dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
             form = self._packed(p)
             new_states(state, names, p, form, dtype)
@@ -105,9 +99,8 @@ class AdamW(Optimizer):
         """torch's. It casts moments to the parameter's dtype; here they come unrounded where they are fp32, and from
         any state_dtype into this one's."""
         super().load_state_dict(state_dict)
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        coded = any(torch.is_tensor(s.get("exp_avg" + SCALE)) for s in state_dict["state"].values())
-        if self._fp32_moments or self.state_dtype is not None or coded:
+        if self._fp32_moments or self.state_dtype is not None or has_codes(state_dict):
+            names = (*MOMENTS, "max_exp_avg_sq")
             take_states(self, state_dict, names, "fp32" if self._fp32_moments else self.state_dtype)
 
     @torch.no_grad()
@@ -132,7 +125,7 @@ class AdamW(Optimizer):
                 step = int(state["step"].item())
                 if form := self._packed(p):
                     check_place(p, form)
-                    packed.setdefault(step, []).append(packed_item(self, p, p, p.grad, ("exp_avg", "exp_avg_sq")))
+                    packed.setdefault(step, []).append(packed_item(self, p, p, p.grad, MOMENTS))
                     continue
                 calls.setdefault((p.device, step), []).append((p, p.grad, state))
             for step, packed_items in packed.items():

@@ -13,10 +13,8 @@ from ...core.lib import LambArgs, call, call_cuda
 from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
 from ..states.dense import Optimizer, check_range, check_tensor, loss_of, new_states, packed_item
-from ..states.formats import FORMATS, check_place, check_state_dtype, take_states
+from ..states.formats import FORMATS, MOMENTS, check_place, check_state_dtype, take_states
 from ..states.norms import blocks_of, sum_in_order
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def trust_ratio(param_square: float, update_square: float, group: Mapping[str, Any]) -> float:

@@ -14,9 +14,10 @@ from ..states.dense import Optimizer, check_range, loss_of, new_states, packed_i
 from ..states.formats import (
     ADAMW,
     DECOUPLED,
-    SCALE,
+    MOMENTS,
     check_place,
     check_state_dtype,
+    has_codes,
     step_momentum,
     step_packed,
     take_states,
@@ -25,7 +26,6 @@ from ..states.formats import (
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 METHODS = ("standard", "gram")
 RESTART = 3  # iterations of "gram" on one Gram matrix, whose rounding grows with them
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of what AdamW steps
 NOT_FOR_MUON = ("embed", "lm_head")  # parts of names of matrices that AdamW is meant for
 
 
@@ -113,8 +113,7 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's; states come from any state_dtype into this one's."""
         super().load_state_dict(state_dict)
-        coded = any(name.endswith(SCALE) for s in state_dict["state"].values() for name in s)
-        if self.state_dtype is not None or coded:
+        if self.state_dtype is not None or has_codes(state_dict):
             take_states(self, state_dict, ("momentum_buffer", *MOMENTS), self.state_dtype)
 
     def __init__(

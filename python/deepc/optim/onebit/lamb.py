@@ -9,7 +9,8 @@ import torch
 
 from ...core import ops as _ops  # noqa: F401  torch.ops.deepc
 from ...errors import ArgumentError
-from ..kinds.lamb import MOMENTS, LambItem, LambStep, trust_ratio
+from ..kinds.lamb import LambItem, LambStep, trust_ratio
+from ..states.formats import MOMENTS
 from ..states.norms import sum_in_order
 from .adam import Frozen
 from .exchange import Exchange

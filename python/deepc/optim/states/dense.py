@@ -15,6 +15,7 @@ from .formats import (
     NESTEROV,
     SCALE,
     check_place,
+    has_codes,
     is_coded,
     make_state,
     number_of,
@@ -162,8 +163,7 @@ class OneStateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's; states come from any state_dtype into this one's."""
         super().load_state_dict(state_dict)
-        coded = any(torch.is_tensor(s.get(self.state_name + SCALE)) for s in state_dict["state"].values())
-        if self.state_dtype is not None or coded:
+        if self.state_dtype is not None or has_codes(state_dict):
             take_states(self, state_dict, [self.state_name], self.state_dtype)
 
     @torch.no_grad()

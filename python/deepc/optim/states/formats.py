@@ -17,6 +17,7 @@ from ...errors import ArgumentError, UnsupportedError
 FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
 BYTES_OF_256 = {name: form.bytes_of_256 for name, form in STATE_FORMATS.items()}
 _KINDS = {"exp_avg_sq": 1, "sum": 1, "momentum_buffer": 2}  # of states: dc_state_kind, where not 0
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
@@ -141,6 +142,11 @@ def step_momentum(
     of its first element); the zeros become m before it is rounded. It is a step of SGD with the rate -1; its first step
     has no dampening, so that steps count from 2 here."""
     step_packed(items, SGD_RULE, state_dtype, (-1.0, momentum, momentum, 0.0, 0.0), grad_scale, step + 1, 0)
+
+
+def has_codes(saved: dict[str, Any]) -> bool:
+    """Whether a state of the state_dict `saved` is codes and scales."""
+    return any(name.endswith(SCALE) for state in saved["state"].values() for name in state)
 
 
 def take_states(

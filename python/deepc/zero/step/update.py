@@ -38,6 +38,7 @@ from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
+from .across.base import stretch_of
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
@@ -213,15 +214,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if form and not is_coded(form) and st.tier is not None:
             return st.tier.arrays[name]
         if is_coded(form):
-            stretches = [(s.shard_begin, s.length, self._number(s)) for s in st.plan.segments]
+            stretches = [(s.shard_begin, s.length, stretch_of(st.plan.layout, s).first) for s in st.plan.segments]
             if st.tier is not None:
                 return CodedOnDisk(st.tier.stream, name, form, stretches)
             return Coded(name, form, owned, stretches, lambda numel: st.zeros(numel, torch.uint8, name))
         return st.zeros(owned, torch.bfloat16, name) if form else st.states(owned, name)
-
-    def _number(self, s: Segment) -> int:
-        """Of the segment's first element in the flat space of all ranks."""
-        return self._state.plan.layout.offsets[s.param] + s.param_begin
 
     def coded_bytes(self) -> int:
         """Of states that are kept as codes, and have no views."""
@@ -248,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
-            self._numbers = [(s.shard_begin, self._number(s)) for s in segments]
+            self._numbers = [(s.shard_begin, stretch_of(st.plan.layout, s).first) for s in segments]
         if st.state_device.type != "cpu" or not self._passes.in_memory:
             return  # a cell's arguments are made when it is there
         if self._core.form:

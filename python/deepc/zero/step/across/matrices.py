@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ....comm.groups import swap
-from ....optim.kinds.muon import MOMENTS, orthogonalize_as, scale_of
-from ....optim.states.formats import ADAMW, DECOUPLED, SGD_RULE, is_coded, step_momentum, step_packed
+from ....optim.kinds.muon import orthogonalize_as, scale_of
+from ....optim.states.formats import ADAMW, DECOUPLED, MOMENTS, SGD_RULE, is_coded, step_momentum, step_packed
 from ....plan.layout import Segment, padded
 from ...state import ModelState
 from ...tiers.coded import Coded
@@ -87,7 +87,7 @@ class MatrixUpdate(AcrossUpdate):
         for segments in self._mine.values():
             for s in segments:
                 kind = self.is_matrix(s.param)
-                stretches[kind].append((ends[kind], s.length, self._number(s)))
+                stretches[kind].append((ends[kind], s.length, stretch_of(self._state.plan.layout, s).first))
                 self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
         for name, kind, place in (("momentum_buffer", True, "exp_avg"), *((n, False, n) for n in MOMENTS)):
             self._arrays[name] = self._new_array(name, ends[kind], stretches[kind], place)
@@ -97,10 +97,6 @@ class MatrixUpdate(AcrossUpdate):
         if is_coded(self._form):
             return Coded(name, self._form, n, stretches, lambda numel: state.zeros(numel, torch.uint8, place))
         return state.zeros(n, torch.bfloat16 if self._form else torch.float32, place)
-
-    def _number(self, s: Segment) -> int:
-        """Of the segment's first element in the flat space of all ranks."""
-        return stretch_of(self._state.plan.layout, s).first
 
     def coded_bytes(self) -> int:
         """Of states that are kept as codes, and have no views."""
@@ -170,24 +166,20 @@ class MatrixUpdate(AcrossUpdate):
             grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
             if not segments:
                 continue
+            nesterov = bool(group["nesterov"])
             if self._form:
-                momentum = [torch.zeros(s.length) for s in segments]
-                items = [self._item(s, m, g, ("momentum_buffer",)) for s, m, g in zip(segments, momentum, grads)]
+                ahead = [torch.zeros(s.length) for s in segments]
+                items = [self._item(s, m, g, ("momentum_buffer",)) for s, m, g in zip(segments, ahead, grads)]
                 step_momentum(items, self._form, float(group["momentum"]), grad_scale, step)
-                if group["nesterov"]:
-                    self._lerp(momentum, grads, lows, group, grad_scale)
-                else:
-                    for low, m in zip(lows, momentum):
-                        low.copy_(m)
-                out.update(zip(segments, lows))
-                continue
-            momentum = [self._window("momentum_buffer", s) for s in segments]
-            if group["nesterov"]:
-                ahead = [torch.empty_like(m) for m in momentum]
-                self._lerp(momentum, grads, ahead, group, grad_scale)
-                self._lerp(ahead, grads, lows, group, grad_scale)
             else:
-                self._lerp(momentum, grads, lows, group, grad_scale)
+                momentum = [self._window("momentum_buffer", s) for s in segments]
+                ahead = [torch.empty_like(m) for m in momentum] if nesterov else lows
+                self._lerp(momentum, grads, ahead, group, grad_scale)
+            if nesterov:
+                self._lerp(ahead, grads, lows, group, grad_scale)
+            elif self._form:
+                for low, m in zip(lows, ahead):
+                    low.copy_(m)
             out.update(zip(segments, lows))
         return out
 
@@ -297,7 +289,7 @@ class MatrixUpdate(AcrossUpdate):
         at, arrays = self._at[s], [self._arrays[n] for n in names]
         pieces = [a.pieces[at] for a in arrays if isinstance(a, Coded)]
         states = [p.codes for p in pieces] or [Window(a, at, s.length).view for a in arrays]
-        return param, grad, states, [p.scale for p in pieces], self._number(s)
+        return param, grad, states, [p.scale for p in pieces], stretch_of(self._state.plan.layout, s).first
 
     def _step_rest_packed(
         self,
