@@ -133,9 +133,18 @@ static uint64_t flight_ticks(const header *h) {
   return (uint64_t)dc__now_ns();
 }
 
+/* The same moment on both clocks. A thread may be put aside between two readings, for milliseconds on a busy machine,
+ * and all times of a record would be off by that: of a few tries the one in which the readings are closest counts. */
 static void flight_now_both(const header *h, int64_t *ns, uint64_t *t) {
-  *ns = dc__now_ns();
-  *t = flight_ticks(h);
+  uint64_t least = UINT64_MAX;
+  for (int k = 0; k < 5; k++) {
+    const uint64_t before = flight_ticks(h);
+    const int64_t now = dc__now_ns();
+    const uint64_t between = flight_ticks(h) - before;
+    if (between >= least) continue;
+    least = between;
+    *ns = now, *t = before + between / 2;
+  }
 }
 
 static int64_t flight_ns_of(const copy *k, uint64_t t) {
