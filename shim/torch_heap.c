@@ -1,5 +1,5 @@
-/* torch_heap.c: lets torch's CPU tensors of at least 1 MiB live in the core's heap (ops/base/heap.c), where a step
- * finds the memory of the one before.
+/* torch_heap.c: lets torch's CPU tensors of at least 128 KiB live in the core's heap (ops/base/heap.c), where a
+ * step finds the memory of the one before.
  *
  * torch has no C interface for a CPU allocator (c10::SetCPUAllocator takes a C++ class whose layout changes), but all
  * of it goes through two functions of the C library that libc10.so imports: posix_memalign and free. Their slots in
@@ -33,7 +33,7 @@ enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
 enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
 #endif
 
-enum { SMALLEST = 1 << 20, SLOTS = 8 };
+enum { SLOTS = 8 };
 
 struct slots {
   void **memalign[SLOTS], **free[SLOTS];
@@ -50,6 +50,7 @@ struct plt_search {
 };
 
 static atomic_bool heap_wanted;
+static size_t heap_smallest; /* bytes: set before the first slot is written */
 static pthread_once_t heap_once = PTHREAD_ONCE_INIT; /* not a mutex: a child of a fork could find that held */
 static struct slots heap_found;
 static bool heap_patched;
@@ -58,7 +59,7 @@ static int (*heap_old_memalign)(void **, size_t, size_t);
 static void (*heap_old_free)(void *);
 
 static int heap_memalign(void **out, size_t alignment, size_t bytes) {
-  if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&heap_wanted, memory_order_relaxed)) {
+  if (bytes >= heap_smallest && alignment <= 4096 && atomic_load_explicit(&heap_wanted, memory_order_relaxed)) {
     void *at = dc_heap_take(bytes);
     if (at) {
       *out = at;
@@ -211,6 +212,7 @@ static bool heap_patch(void) {
   if (!memalign || !release) return false;
   memcpy(&heap_old_memalign, &memalign, sizeof memalign); /* C has no cast from an object's pointer to a function's */
   memcpy(&heap_old_free, &release, sizeof release);
+  heap_smallest = dc_heap_smallest();
   for (int i = 0; i < heap_found.frees; i++) /* first: no block may come that is not freed here */
     if (!heap_write_slot(&heap_found, heap_found.free[i], (void *)heap_free)) return false;
   for (int i = 0; i < heap_found.memaligns; i++)

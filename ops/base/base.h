@@ -162,6 +162,9 @@ DC_API int dc_heap_stats(struct dc_heap_stats *out);
 DC_API int dc_heap_step(void);
 /* 1 if the range of addresses could be reserved. */
 DC_API int dc_heap_usable(void);
+/* From how many bytes on torch's CPU tensors are to lie here, decided once: 128 KiB, which is where glibc gives blocks
+ * mappings of their own if nobody tells it otherwise; 1 MiB where the user has chosen malloc's thresholds by hand. */
+DC_API size_t dc_heap_smallest(void);
 /* Gives what this heap and malloc hold free back to the system, once. */
 DC_API int dc_heap_trim(void);
 /* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: it gives

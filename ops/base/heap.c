@@ -379,9 +379,23 @@ void dc__heap_read(dc__heap *h, struct dc_heap_stats *out) {
 }
 
 /* ---- the process's heap ------------------------------------------------------------------------------------------ */
+/* A user who set a threshold by hand wants it as it is. */
+static bool heap_user_chose(void) {
+  static const char *const variables[] = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"};
+  static const char *const tunables[] = {"glibc.malloc.mmap_max", "glibc.malloc.mmap_threshold",
+                                         "glibc.malloc.trim_threshold"};
+  const char *set = getenv("GLIBC_TUNABLES");
+  for (size_t i = 0; i < sizeof variables / sizeof *variables; i++)
+    if (getenv(variables[i]) || (set && strstr(set, tunables[i]))) return true;
+  return false;
+}
+
+static size_t heap_smallest; /* dc_heap_smallest */
+
 /* Addresses for twice the machine's memory: nothing is resident until it is written. Without them (a limit on
  * addresses, no overcommit) the heap stays empty and every request is refused. */
 static void heap_open_own(void) {
+  heap_smallest = heap_user_chose() ? 1 << 20 : 128 << 10;
   long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
   if (pages <= 0 || page <= 0 || (size_t)page > DC_HUGE_PAGE) return;
   (void)heap_open(&heap_own, &(dc__heap_system){.page = (size_t)page, .bytes = 2 * (size_t)pages * (size_t)page});
@@ -395,6 +409,11 @@ DC__AT_FORK(heap_at_fork, DC__FORK_HEAP, &heap_own.lock, heap_in_child)
 int dc_heap_usable(void) {
   pthread_once(&heap_once, heap_open_own);
   return heap_base(&heap_own) != NULL;
+}
+
+size_t dc_heap_smallest(void) {
+  (void)dc_heap_usable();
+  return heap_smallest;
 }
 
 void *dc_heap_take(size_t bytes) { return dc_heap_usable() ? dc__heap_take(&heap_own, bytes, false) : NULL; }
@@ -444,17 +463,6 @@ int dc_heap_step(void) {
 
 /* ---- malloc ------------------------------------------------------------------------------------------------------ */
 #ifdef __GLIBC__
-/* A user who set a threshold by hand wants it as it is. */
-static bool heap_user_chose(void) {
-  static const char *const variables[] = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"};
-  static const char *const tunables[] = {"glibc.malloc.mmap_max", "glibc.malloc.mmap_threshold",
-                                         "glibc.malloc.trim_threshold"};
-  const char *set = getenv("GLIBC_TUNABLES");
-  for (size_t i = 0; i < sizeof variables / sizeof *variables; i++)
-    if (getenv(variables[i]) || (set && strstr(set, tunables[i]))) return true;
-  return false;
-}
-
 /* jemalloc, tcmalloc and sanitizers put their own malloc before glibc's; mallopt then does nothing. */
 static bool heap_malloc_is_glibc(void) {
   Dl_info ours, libc;

@@ -321,6 +321,8 @@ TEST(HeapSmall, KeepingIsHarmlessEverywhere) {
   EXPECT_EQ(kept, 0);
 }
 
+TEST(HeapSmall, TorchsTensorsLieInItFromWhereMallocMapsThem) { EXPECT_EQ(dc_heap_smallest(), size_t{128} << 10); }
+
 TEST(HeapSmall, WhatTheUserChoseStays) {
   int kept = -1;
   setenv("MALLOC_TRIM_THRESHOLD_", "1048576", 1);

@@ -221,6 +221,32 @@ def test_a_pointer_that_is_no_block_is_told_once_and_harms_nobody() -> None:
     assert done.stderr.count("deepc: torch freed 0x") == 1, done.stderr
 
 
+SMALLEST = """
+import torch
+from deepc.core import memory
+assert memory.keep_heap()
+def taken(nbytes):
+    before = memory.heap_stats()["in_use"]
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    return memory.heap_stats()["in_use"] > before
+print([taken(n) for n in (131071, 131072, 1048575, 1048576)])
+"""
+
+
+@pytest.mark.parametrize(
+    "env, taken",
+    [
+        ({}, [False, True, True, True]),
+        ({"MALLOC_MMAP_THRESHOLD_": "131072"}, [False, False, False, True]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, [False, False, False, True]),
+    ],
+)
+def test_tensors_of_128_kib_are_the_heaps_but_not_where_the_user_chose(env: dict[str, str], taken: list[bool]) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    done = run_python("-c", SMALLEST, env={**clean, **env})
+    assert done.stdout.strip() == str(taken), done.stderr
+
+
 # ---- what the heap forwards ------------------------------------------------------------------------------------------
 # Another allocator, and a libc10.so that is bound to it as torch's may be (found before the C library's).
 OTHER = r"""

@@ -512,6 +512,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_heap_step": (c_int,),
     "dc_heap_take": (c_void_p, c_size_t),
     "dc_heap_give": (c_int, c_void_p),
+    "dc_heap_smallest": (c_size_t,),
     "dc_crc32c": (c_uint32, c_uint32, c_void_p, c_size_t),
     "dc_counter_get": (c_int64, c_int),
     "dc_counter_reset": (None,),

@@ -48,7 +48,7 @@ def add_up(total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtyp
 
 
 def use_heap(on: bool) -> bool:
-    """Whether torch's CPU tensors of at least 1 MiB now come from the core's heap (shim/torch_heap.c)."""
+    """Whether torch's CPU tensors of at least 128 KiB now come from the core's heap (shim/torch_heap.c)."""
     return bool(_library.dct_heap_use(int(on)))
 
 

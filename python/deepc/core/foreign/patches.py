@@ -94,6 +94,12 @@ PATCHES = (
         "ends with the zero.Init block",
     ),
     Patch(
+        "transformers-fake",
+        "transformers.utils.import_utils.is_fake_tensor, in the dry run's forked children",
+        "of tensors without values it makes masks that a training of full sequences leaves out",
+        "give deepc.initialize no sample batch, or one with the padding that there is",
+    ),
+    Patch(
         "transformers-loading",
         "PreTrainedModel._load_pretrained_model of transformers, while deepc.compat.deepspeed is installed",
         "at ZeRO-3 it asks for a state_dict whose names alone it wants; of parameters on disk it gets no values",

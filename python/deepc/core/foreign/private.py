@@ -246,6 +246,7 @@ ATTRIBUTES = {
 graph_task_id = torch._C._current_graph_task_id
 functorch_is_active = torch._C._are_functorch_transforms_active
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 data_of_tensor: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor

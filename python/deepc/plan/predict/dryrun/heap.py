@@ -97,6 +97,7 @@ class ShadowHeap:
         self._blocks: dict[int, tuple[int, int]] = {}  # key -> (address, or 0 if it has a mapping of its own; bytes)
         self._huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
         self._core: _Pages | None = None
+        self._smallest = 0  # of the core's blocks
         self._counts = 1.0  # the part of new pages of malloc's heap that a real run would have as well
         if not self.usable:
             return
@@ -119,6 +120,7 @@ class ShadowHeap:
         """From here on large blocks come from the core's heap, as the engine's do."""
         if self.usable and memory.keep_heap():
             stats = memory.heap()
+            self._smallest = C.dc_heap_smallest()
             self._core = _Pages(stats["base"] // PAGE, stats["extent"] // PAGE)
 
     def settle(self) -> None:
@@ -134,7 +136,7 @@ class ShadowHeap:
         if not self.usable:
             self._blocks[key] = (0, nbytes)
             self._mapped += nbytes
-        elif self._core is None or nbytes < THP_BYTES // 2 or not self._from_core(key, nbytes):
+        elif self._core is None or nbytes < self._smallest or not self._from_core(key, nbytes):
             self._from_malloc(key, nbytes)
         self._note()
 
@@ -214,6 +216,13 @@ class ShadowHeap:
         for i in reversed(range(len(sizes))):
             self.free(-2 - i)
         return self.resident - most
+
+    def in_turn(self, sizes: list[int]) -> None:
+        """Blocks of which each lives until the next is there."""
+        for i, n in enumerate(sizes):
+            self.alloc(-2 - i, n)
+            self.free(-1 - i)
+        self.free(-1 - len(sizes))
 
     def _note(self) -> None:
         self.resident = self._mapped + self._heap - self._base

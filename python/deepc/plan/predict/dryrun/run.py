@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ....core import memory
+from ....core.foreign import patches
 from ....errors import ArgumentError
 from ....nn import rows
 from ..shapes import WithoutValues, Work
@@ -198,6 +200,7 @@ def run(
     steps: int,
     update: Callable[..., Callable[[], Any]] | None,
     keeps_frozen: bool,
+    handed: bool = False,
     cast_inputs: bool = False,
     budget: int | None = None,
     staged: Staged | None = None,
@@ -208,7 +211,8 @@ def run(
 
     trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all,
     acc_color, acc_size (bytes of an element): of the accumulators, which borrow their memory if `leases` and the heap
-    is there. update(fake parameters, known) makes a function that does a torch optimizer's step on shards, or None.
+    is there. handed: initialize hands each trained parameter to all ranks by a copy in fp32. update(fake parameters,
+    known) makes a function that does a torch optimizer's step on shards, or None.
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
@@ -231,6 +235,8 @@ def run(
     freed += heap.come_and_go([p.numel() * p.dtype.itemsize for p in fake.never_real])
     heap.use_core()
     heap.rebase(tracker.live)
+    if handed and heap.in_core:  # steps find the room of these
+        heap.in_turn([4 * p.numel() for p in fake.trained])
     sums = Accumulators(heap, layout, own_all, acc_color, acc_size) if leases and heap.in_core else None
     reducer = Reducer(fake.trained, layout, slots, sums, sums_in if staged is not None and staged.sums else None)
     for i, p in enumerate(fake.trained):
@@ -239,7 +245,9 @@ def run(
     work = Work()
     again = WithoutValues(model, budget, work, staged.blocks() if staged is not None and budget is not None else None)
     saved = 0
-    with mode, tracker, rows.seen() as tracker.of_experts, contextlib.nullcontext() if budget is None else work:
+    measured = contextlib.nullcontext() if budget is None else work
+    with _taken_for_real(batch), mode, tracker, rows.seen() as tracker.of_experts, measured:
+        tracker.learn_sole()
         batch = empty_like(batch, dtype if cast_inputs else None)
         if staged is not None:
             indices = {id(p): i for i, p in enumerate(trained)}
@@ -286,6 +294,30 @@ def empty_like(batch: Any, floats: torch.dtype | None = None) -> Any:
         ),
         batch,
     )
+
+
+@contextlib.contextmanager
+def _taken_for_real(batch: Any) -> Iterator[None]:
+    """Inside, transformers' models take fake tensors for real ones, if the values of `batch` ask for no mask."""
+    transformers: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(transformers, "is_fake_tensor") or not _is_unmasked(batch):
+        yield
+        return
+    real = transformers.is_fake_tensor
+    transformers.is_fake_tensor = lambda _: False
+    try:
+        with patches.applied_inside("transformers-fake"):
+            yield
+    finally:
+        transformers.is_fake_tensor = real
+
+
+def _is_unmasked(batch: Any) -> bool:
+    """Whether no sequence of a model's inputs by name has padding, or is several packed ones."""
+    if not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
+        return False
+    mask = batch.get("attention_mask")
+    return mask is None or (isinstance(mask, torch.Tensor) and not mask.is_meta and bool(mask.all()))
 
 
 def _micro_batches(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ....core.foreign.private import graph_task_id
+from ....core.foreign.private import graph_task_id, storage_use_count, tensor_use_count
 from ....errors import UnsupportedError
 from ....nn.rows import Seen
 from ..shapes import PRODUCTS
@@ -23,10 +24,14 @@ def _guess(func: Any, args: tuple[Any, ...]) -> Any:
     return 1.0 if dtype.is_floating_point else 1
 
 
+def _references(t: torch.Tensor) -> tuple[int, ...]:
+    return tensor_use_count(t), storage_use_count(t.untyped_storage()._cdata), sys.getrefcount(t)
+
+
 def make_tracker() -> type[Any]:
     from ....core.foreign.private import FakeTensor, TorchDispatchMode, tree_leaves
 
-    device_of = torch.ops.prim.device.default
+    device_of, add = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
 
     class Tracker(TorchDispatchMode):
         """Follows every storage that an operation makes; each lies in `heap` from its birth to its death. values:
@@ -43,6 +48,26 @@ def make_tracker() -> type[Any]:
             self._sizes: dict[int, int] = {}  # of living storages, by their address
             self._keys: dict[int, int] = {}
             self._count = 0
+            self._sole: tuple[int, ...] | None = None  # _references of a tensor that autograd alone holds
+
+        def learn_sole(self) -> None:
+            """Inside of the modes: what references a sum of gradients has that autograd adds to in place."""
+            x = torch.ones((), requires_grad=True) * 1.0
+            (torch.sin(x) + torch.cos(x)).backward()
+
+        def _adds_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+            """Where autograd adds up gradients of a tensor that has several uses, it adds to the sum so far, if that is
+            referenced nowhere else; but no tensors of a subclass, such as fake ones (torch/csrc/autograd/
+            input_buffer.cpp)."""
+            if func is not add or graph_task_id() == -1 or kwargs or len(args) != 2 or torch.is_grad_enabled():
+                return False
+            old, new = args
+            if not isinstance(new, FakeTensor) or not isinstance(old, FakeTensor) or old.shape != new.shape:
+                return False
+            references = _references(old)
+            if self._sole is None:
+                self._sole = references
+            return references == self._sole and old.dtype == new.dtype and old.untyped_storage().nbytes() == old.nbytes
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,6 +76,8 @@ def make_tracker() -> type[Any]:
             if func is device_of and isinstance(args[0], FakeTensor):
                 return FakeTensor.__torch_dispatch__(func, types, args)
             self._op = func
+            if self._adds_in_place(func, args, kwargs):
+                return args[0].add_(args[1])
             if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
                 raise UnsupportedError(
                     f"the model calls the collective {func} in its forward, which a dry run of one rank can't do"

@@ -465,6 +465,7 @@ def predict(
             steps=steps,
             update=update,
             keeps_frozen=plan.stage < 3,
+            handed=plan.has_master and plan.world > 1,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
             budget=config.activation_checkpointing.budget,
             staged=staged,
