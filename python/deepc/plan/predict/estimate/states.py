@@ -25,8 +25,8 @@ CODE_BYTES_LOOKED = LIBRARY_BYTES + (4 << 20)  # of forward and backward alone, 
 CODE_BYTES_16BIT = LIBRARY_BYTES + (24 << 20)  # with oneDNN's generated 16-bit kernels
 # oneDNN generates a kernel for each product of each number of rows that an expert gets in 16 bit, and keeps so many
 # (measured, torch 2.13, AVX-512-BF16: 0.63 MiB each). The number is a new one in this part of an expert's calls: 0.5 on
-# a Xeon with AMX, 0.66 to 0.76 on an EPYC (Zen 4), where other buffers are smaller.
-NEW_NUMBERS = 0.525
+# a Xeon with AMX, 0.66 to 0.76 on an EPYC (Zen 4).
+NEW_NUMBERS, NEW_NUMBERS_AMX = 0.7, 0.525
 KERNEL_BYTES = 645 << 10
 MOST_KERNELS = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024"))
 
@@ -140,7 +140,8 @@ def assembled(
     leased = run is not None and run["leased"]
     kernels = 0
     if run is not None and run["products"] and plan.dtype.itemsize < 4 and _generates(plan):
-        kernels = min(MOST_KERNELS, int(NEW_NUMBERS * run["products"] * 3))  # a forward's product has two in backward
+        new = NEW_NUMBERS_AMX if "amx_bf16" in cpu.cpu_flags() else NEW_NUMBERS
+        kernels = min(MOST_KERNELS, int(new * run["products"] * 3))  # a forward's product has two in backward
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
     trained = sum(p.numel for p in plan.params if p.index is not None)
