@@ -404,14 +404,14 @@ class Uses(torch.nn.Module):
         return sum(p.sum() for p in parts)
 
 
-def dry(model: torch.nn.Module, batch: object, loss_fn: object = None) -> dict:
+def dry(model: torch.nn.Module, batch: object) -> dict:
     """A dry run's figures, of one rank in fp32 without an optimizer."""
     trained = list(model.parameters())
     return dryrun.forked(
         lambda: dryrun.run(
             model,
             batch,
-            loss_fn,
+            None,
             dtype=torch.float32,
             trained=trained,
             layout=Layout([p.numel() for p in trained], 1, 1 << 20),
