@@ -10,7 +10,8 @@ ops      fused operators (fused.py's) forward and forward with backward: torch's
 attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and
          FlexAttention of the same blocks, compiled.
 train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
-offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload.
+offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload; of a half of the states; with
+         the parameters in host memory too; with states, and with parameters, on disk (--folder).
 
 Times are by CUDA events around work that is queued whole (adamw, loss, ops), or of the wall clock between
 synchronizations (train, offload)."""
@@ -23,8 +24,10 @@ import gc
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "29517")
@@ -251,10 +254,11 @@ def by_hand(model, masters: bool):
     return step, lambda: None
 
 
-def with_engine(package: str, model, stage: int, batch: int, offload: bool, fuse: bool):
+def with_engine(package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool):
+    """offload: sections of zero_optimization."""
     config = engine_config("bf16", stage) | {"train_micro_batch_size_per_gpu": batch}
     if offload:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        config["zero_optimization"].update(offload)
         config["zero_force_ds_cpu_optimizer"] = True
     if package == "deepspeed":
         import deepspeed
@@ -322,12 +326,12 @@ def training(figure: str, size: str, made: Mapping[str, Callable], args: argpars
 def train(args: argparse.Namespace) -> None:
     made: dict[str, Callable] = {}
     for stage in (1, 2, 3) if version("deepspeed") else ():
-        made[f"DeepSpeed ZeRO-{stage}"] = lambda m, s=stage: with_engine("deepspeed", m, s, args.batch, False, False)
+        made[f"DeepSpeed ZeRO-{stage}"] = lambda m, s=stage: with_engine("deepspeed", m, s, args.batch, {}, False)
     made["torch, autocast"] = lambda m: by_hand(m, False)
     made["torch, bf16 weights, fp32 masters"] = lambda m: by_hand(m, True)
     for stage, fuse in ((0, False), (2, False), (3, False), (2, True)):
         made[f"deepc ZeRO-{stage}{', deepc.fuse' if fuse else ''}"] = lambda m, s=stage, f=fuse: with_engine(
-            "deepc", m, s, args.batch, False, f
+            "deepc", m, s, args.batch, {}, f
         )
     training(f"GPT-2 {args.size}, bf16, {args.batch} x {args.length}", args.size, made, args)
 
@@ -335,10 +339,25 @@ def train(args: argparse.Namespace) -> None:
 def offload(args: argparse.Namespace) -> None:
     size = args.offload_size
     made: dict[str, Callable] = {}
-    for package in (("deepspeed",) if version("deepspeed") else ()) + ("deepc",):
-        for stage in (2, 3):
-            name = f"{'DeepSpeed' if package == 'deepspeed' else package} ZeRO-{stage}, offloaded"
-            made[name] = lambda m, p=package, s=stage: with_engine(p, m, s, args.batch, True, False)
+    host = {"device": "cpu", "pin_memory": True}
+    disk = {"device": "nvme", "nvme_path": args.folder or tempfile.gettempdir()}
+    states, parameters = ({"offload_optimizer": host}, {"offload_param": host})
+    cases = [
+        ("deepspeed", 2, "offloaded", states),
+        ("deepspeed", 3, "offloaded", states),
+        ("deepspeed", 3, "parameters too", states | parameters),
+        ("deepc", 2, "offloaded", states),
+        ("deepc", 3, "offloaded", states),
+        ("deepc", 2, "half of it offloaded", {"offload_optimizer": host | {"ratio": 0.5}}),
+        ("deepc", 3, "parameters too", states | parameters),
+        ("deepc", 3, "states on disk", {"offload_optimizer": disk}),
+        ("deepc", 3, "all on disk", {"offload_optimizer": disk, "offload_param": disk}),
+    ]
+    for package, stage, what, section in cases:
+        if package == "deepspeed" and not version("deepspeed"):
+            continue
+        name = f"{'DeepSpeed' if package == 'deepspeed' else package} ZeRO-{stage}, {what}"
+        made[name] = lambda m, p=package, s=stage, z=section: with_engine(p, m, s, args.batch, z, False)
     args = argparse.Namespace(**vars(args) | {"rounds": args.offload_rounds, "burst": 1})
     training(
         f"GPT-2 {size}, bf16, {args.batch} x {args.length}, optimizer on the host", size, made, args, recompute=True
@@ -360,6 +379,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--offload-size", choices=MODELS, default="774M")
     parser.add_argument("--offload-rounds", type=int, default=5)
+    parser.add_argument("--folder", help="of what lies on disk (the one for temporary files)")
     parser.add_argument("--debug", action="store_true", help="raise what stops a contender")
     args = parser.parse_args()
     if not torch.cuda.is_available():

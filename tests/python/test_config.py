@@ -636,7 +636,7 @@ def test_offload():
     assert cpu.zero.offload_optimizer.device == "cpu"
     part = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
     assert "ratio = 0.3: on a CPU run the part" in load(part).describe_inert()
-    assert "ratio = 0.3 asks for a part" in refused(part, device_type="cuda")
+    assert "ratio" not in load(part, device_type="cuda").describe_inert()
     assert [i.key.rsplit(".", 1)[-1] for i in load(raw, device_type="cuda").inert] == ["pin_memory"]
     assert (
         "needs ZeRO stage 1"
@@ -644,7 +644,7 @@ def test_offload():
     )
     param = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert load(param).zero.offload_param.device == "cpu"
-    assert "does not have yet" in refused(param, device_type="cuda")
+    assert load(param, device_type="cuda").inert == ()
 
 
 def test_zeropp_keys():

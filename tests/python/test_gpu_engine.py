@@ -102,3 +102,269 @@ def test_checkpoint_between_cpu_and_gpu(tmp_path):
     for n, p in other.module.named_parameters():
         assert torch.equal(other.full_fp32_param(p), want[n])
     other.destroy()
+
+
+# ---- states and parameters off the device ----------------------------------------------------------------------------
+PLACES = {  # (optimizer states, parameters)
+    "states on disk": ("nvme", "none"),
+    "parameters in host memory": ("cpu", "cpu"),
+    "states on disk, parameters in host memory": ("nvme", "cpu"),
+    "parameters on disk": ("cpu", "nvme"),
+    "all on disk": ("nvme", "nvme"),
+}
+
+
+def away(place: str, folder, stage: int = 3, precision: str = "bf16", gas: int = 1, cfg=None, **more) -> dict:
+    cfg = {**tiny.config(stage, micro=8 // gas, gas=gas, precision=precision), **(cfg or {})}
+    states, parameters = PLACES[place]
+    zero = cfg["zero_optimization"]
+    zero["offload_optimizer"] = {"device": states, "nvme_path": str(folder)}
+    if parameters != "none":
+        zero["offload_param"] = {"device": parameters, "nvme_path": str(folder)}
+        zero.update({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20000})
+    if states == "nvme":
+        zero["sub_group_size"] = 5000
+    zero.update(more)
+    return cfg
+
+
+def train(cfg: dict, steps: int = 4, model=None, device: str = "cuda"):
+    """(losses, fp32 weights, the engine)."""
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model() if model is None else model, config=cfg, device=device)[0]
+    gas, losses = cfg.get("gradient_accumulation_steps", 1), []
+    for step in range(steps):
+        whole = [t.to(engine.device) for t in tiny.make_batch(step)]
+        for x, y in zip(*(t.chunk(gas) for t in whole)):
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, {n: engine.full_fp32_param(p).cpu() for n, p in engine.module.named_parameters()}, engine
+
+
+def close(a, b, rel: float = 1e-4) -> None:
+    """Equal but for the order of a GPU's atomic additions."""
+    assert a[0] == pytest.approx(b[0], rel=rel)
+    for n in a[1]:
+        torch.testing.assert_close(a[1][n], b[1][n], rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("place", list(PLACES))
+def test_states_and_parameters_off_the_device(place, precision, tmp_path):
+    cfg = tiny.config(3, micro=8, precision=precision)
+    want = train(cfg)
+    want[2].destroy()
+    got = train(away(place, tmp_path, precision=precision))
+    state = got[2].state
+    assert (got[2].plan.mode == "streamed") == (PLACES[place][1] != "none")
+    if PLACES[place][1] != "none":
+        stats = state.units.stats()
+        assert stats["prefetched"] > 0 and stats["live_elems"] == stats["persistent_elems"] == 0
+        assert all(p.device.type == "cuda" for p in got[2].module.parameters())
+    got[2].destroy()
+    close(got, want)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_states_on_disk_at_stages_1_and_2(stage, tmp_path):
+    want = train(tiny.config(stage, micro=8, precision="bf16"))
+    want[2].destroy()
+    got = train(away("states on disk", tmp_path, stage))
+    got[2].destroy()
+    close(got, want)
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("optimizer", [*KINDS, {"type": "Adafactor", "params": {"lr": 1e-3}}], ids=lambda o: o["type"])
+def test_every_kind_of_update_off_the_device(optimizer, place, tmp_path):
+    offloaded = tiny.config(3, micro=8, precision="bf16")
+    offloaded["optimizer"] = optimizer
+    offloaded["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    want = train(offloaded)
+    want[2].destroy()
+    got = train(away(place, tmp_path, cfg={"optimizer": optimizer}))
+    got[2].destroy()
+    close(got, want, rel=5e-3)
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize(
+    "options", [{"frozen": True}, {"unused": True}, {"reuse": True}, {"recompute": "reentrant"}], ids=str
+)
+def test_models_off_the_device(options, place, tmp_path):
+    want = train(tiny.config(3, micro=4, gas=2, precision="bf16"), model=tiny.make_model(**options))
+    want[2].destroy()
+    got = train(away(place, tmp_path, gas=2), model=tiny.make_model(**options))
+    got[2].destroy()
+    close(got, want)
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_evaluation_checkpoints_and_writes_off_the_device(place, tmp_path):
+    import deepc
+
+    cfg = away(place, tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    _, weights, engine = train(cfg)
+    x, y = (t.cuda() for t in tiny.make_batch(9))
+    with torch.no_grad():
+        want = engine(x, y).item()
+    engine.save_checkpoint(tmp_path / "saved")
+    whole = {n: t.detach().float().cpu() for n, t in engine.module_state_dict().items()}
+    name, p = next((n, p) for n, p in engine.module.named_parameters() if n.endswith("up.weight"))
+    with deepc.zero.GatheredParameters([p], modifier_rank=0):
+        assert torch.equal(p.detach().float().cpu(), whole[name])
+        p.mul_(2.0)
+    with torch.no_grad():
+        changed = engine(x, y).item()
+    assert changed != want
+    torch.testing.assert_close(engine.full_fp32_param(p).cpu(), 2 * weights[name], rtol=1e-2, atol=1e-3)
+    engine.load_checkpoint(tmp_path / "saved")
+    with torch.no_grad():
+        assert engine(x, y).item() == pytest.approx(want, rel=1e-5)
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.destroy()
+    if PLACES[place][1] == "cpu":  # there is no disk that is gone, and there may be no room on the device
+        assert all(p.device.type == "cpu" for p in engine.module.parameters())
+        assert engine.module.cpu().float()(x.cpu(), y.cpu()).isfinite()
+    for stage, device in ((2, "cuda"), (3, "cpu")):
+        other = deepc.initialize(
+            model=tiny.make_model(1), config=tiny.config(stage, micro=8, precision="bf16"), device=device
+        )[0]
+        other.load_checkpoint(tmp_path / "saved")
+        for n, p in other.module.named_parameters():
+            assert torch.equal(other.full_fp32_param(p).cpu(), weights[n])
+        other.destroy()
+
+
+class Wide(torch.nn.Module):
+    def __init__(self, width: int = 1024, layers: int = 24) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.nn.functional.relu(layer(x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("place", [p for p, (_, params) in PLACES.items() if params != "none"])
+def test_the_device_has_only_what_is_in_use(place, tmp_path):
+    """24 layers of 2 MiB, of which a third is the limit."""
+    import deepc
+
+    cfg = away(place, tmp_path, stage3_max_live_parameters=8 << 20, stage3_prefetch_bucket_size=2 << 20)
+    engine = deepc.initialize(model=Wide(), config=cfg, device="cuda")[0]
+    x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        engine.backward(engine(x))
+        engine.step()
+    most = torch.cuda.max_memory_allocated() - before
+    assert engine.state.units.stats()["live_elems_max"] <= 8 << 20
+    assert most < 30 << 20, f"{most / 2**20:.1f} MiB"  # 16 of parameters, a gradient or two, inputs, a workspace
+    engine.destroy()
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_inference_with_weights_off_the_device(dtype, place, tmp_path):
+    import deepc
+
+    x, y = (t.cuda() for t in tiny.make_batch(0))
+    want = deepc.inference(tiny.make_model(), dtype=dtype, device="cuda")(x, y).item()
+    zero = {"stage": 3, "offload_param": {"device": place, "nvme_path": str(tmp_path)}}
+    zero.update({"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30000})
+    engine = deepc.inference(tiny.make_model(), dtype=dtype, device="cuda", zero=zero)
+    for _ in range(3):
+        assert engine(x, y).item() == pytest.approx(want, rel=1e-3)
+    engine.destroy()
+
+
+# ---- states divided between host and device --------------------------------------------------------------------------
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_part_of_the_states_offloaded(precision, stage, ratio):
+    """The device's kernels give the bits of the host's, so nothing but where they lie changes."""
+    import deepc
+
+    cfg = tiny.config(stage, micro=4, gas=2, precision=precision)
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    want = train(cfg, model=tiny.make_model(unused=True))
+    want[2].destroy()
+    cfg["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+    got = train(cfg, model=tiny.make_model(unused=True))
+    state, plan = got[2].state, got[2].plan
+    assert plan.host_elems == round(ratio * plan.owned_elems / 4096) * 4096
+    assert state.acc.host.numel() == plan.host_elems and state.acc.on_device.device.type == "cuda"
+    cut = next((s.param for s in plan.segments if s.shard_begin == plan.host_elems and s.param_begin), None)
+    assert (cut is not None) == (ratio > 0)
+    if cut is not None:  # a parameter of which both parts are somewhere
+        view = deepc.view(state.trained[cut])
+        value = view.fp32.clone()
+        view.fp32 = value * 2
+        assert torch.equal(view.fp32, value * 2)
+        view.fp32 = value
+    got[2].destroy()
+    close(got, want)
+
+
+@pytest.mark.parametrize("optimizer", KINDS[:3], ids=lambda o: o["type"])
+def test_every_kind_of_update_of_a_part(optimizer):
+    cfg = tiny.config(2, micro=8, precision="bf16")
+    cfg["optimizer"] = optimizer
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    want = train(cfg)
+    want[2].destroy()
+    cfg["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    got = train(cfg)
+    got[2].destroy()
+    close(got, want)
+
+
+def test_checkpoints_of_a_part(tmp_path):
+    cfg = tiny.config(2, micro=8, precision="bf16")
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    _, weights, engine = train(cfg)
+    engine.save_checkpoint(tmp_path)
+    x, y = (t.cuda() for t in tiny.make_batch(7))
+    after = []
+    for e in (engine, None, None):
+        if e is None:
+            cfg["zero_optimization"]["offload_optimizer"]["ratio"] = 1.0 if after[1:] else 0.25
+            import deepc
+
+            e = deepc.initialize(model=tiny.make_model(1), config=cfg, device="cuda")[0]
+            e.load_checkpoint(tmp_path)
+            for n, p in e.module.named_parameters():
+                assert torch.equal(e.full_fp32_param(p).cpu(), weights[n])
+        losses = []
+        for _ in range(3):
+            loss = e(x, y)
+            e.backward(loss)
+            e.step()
+            losses.append(loss.item())
+        after.append(losses)
+        e.destroy()
+    assert after[1] == pytest.approx(after[0], rel=1e-4) and after[2] == pytest.approx(after[0], rel=1e-4)
+
+
+def test_what_cannot_be_divided_says_so(tmp_path):
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    cfg = tiny.config(2, micro=8, precision="bf16")
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    for optimizer in ("Lamb", "Muon"):
+        with pytest.raises(UnsupportedError, match="ratio below 1"):
+            deepc.initialize(model=tiny.make_model(), config={**cfg, "optimizer": {"type": optimizer}}, device="cuda")
+    cfg["zero_optimization"]["offload_optimizer"].update({"device": "nvme", "nvme_path": str(tmp_path)})
+    with pytest.raises(UnsupportedError, match="with states on disk"):
+        deepc.initialize(model=tiny.make_model(), config=cfg, device="cuda")

@@ -558,7 +558,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "zero_optimization.offload_optimizer.ratio": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
         0.5,
-        of("inert"),
+        estimated,
     ),
     "zero_optimization.sub_group_size": (ON_DISK, 100, planned),
     "aio.block_size": (ON_DISK, 8192, planned),

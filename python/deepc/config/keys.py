@@ -594,8 +594,8 @@ KEYS: tuple[Key, ...] = (
         "zero_optimization.offload_optimizer.ratio",
         "number",
         1.0,
-        "The part of the optimizer states that is offloaded. Below 1 an error on GPUs; without effect on CPUs, where"
-        " all of them lie in host memory.",
+        "The part of the optimizer states that is offloaded (one GPU; offload_optimizer.device cpu); the device keeps"
+        " the rest, and updates it. Without effect on CPUs, where all of them lie in host memory.",
         ge=0,
         le=1,
     ),

@@ -331,13 +331,6 @@ class Loader:
                 self.inert.append(
                     InertKey(path, device, f"it needs ZeRO stage {needs} or higher, the stage is {stage}")
                 )
-            elif device == "cpu" and what == "offload_param":
-                self.fail(
-                    path,
-                    device,
-                    "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
-                    'to "none".',
-                )
 
         path = "zero_optimization.offload_optimizer.ratio"
         if (ratio := self.get(path)) < 1:
@@ -346,13 +339,6 @@ class Loader:
                 self.inert.append(InertKey(path, ratio, why))
             elif self.get("zero_optimization.offload_optimizer.device") == "none":
                 self.inert.append(InertKey(path, ratio, "nothing is offloaded (offload_optimizer.device)"))
-            else:
-                self.fail(
-                    path,
-                    ratio,
-                    "asks for a part of the optimizer states of a GPU run on the device and the rest in host memory,"
-                    ' which deepc does not have yet. Set it to 1.0: all in host memory, or the device to "none".',
-                )
 
         section = "zero_optimization.offload_optimizer"
         if self.get(f"{section}.device") != "nvme":
@@ -464,10 +450,6 @@ class Loader:
         section = path.rpartition(".")[0]
         if not self.get(f"{section}.nvme_path"):
             self.fail(f"{section}.nvme_path", self.get(f"{section}.nvme_path"), "must name the folder for device nvme.")
-        if self.device != "cpu":
-            self.fail(
-                path, "nvme", 'with a GPU run does not exist yet. Set it to "cpu", which keeps them in host memory.'
-            )
         if self.get("precision") == AUTO:
             self.fail(
                 path,
@@ -493,8 +475,6 @@ class Loader:
                 f"puts the parameters of ZeRO stage 3 on disk (NVMe), and zero_optimization.stage is {stage}. Set the"
                 ' stage to 3, or this to "none".',
             )
-        elif self.device != "cpu":
-            self.fail(path, "nvme", f'exists on CPUs, and this run is on {self.device}. Set it to "none".')
         elif not self.get("zero_optimization.offload_param.nvme_path"):
             self.fail(
                 path,

@@ -15,7 +15,7 @@ from ..core import lib as _lib
 from ..core.dtypes import FLOAT32, STATE_FORMATS, DType
 from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, UnsupportedError
-from .layout import BLOCK, Layout, Slice, keeps_bytes, padded, slots_of
+from .layout import BLOCK, Layout, Segment, Slice, keeps_bytes, padded, slots_of
 from .mesh import Mesh
 from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
@@ -92,8 +92,14 @@ def tree_buffers(world: int, passes: int) -> int:
 def is_streamed(config: Config, mesh: Mesh, machine: Machine) -> bool:
     """Stage 3's parameters come and go where the ranks share no memory for them, or where the machine says so."""
     transport = machine.transport or transport_of(machine.device, mesh)
-    on_disk = config.zero.offload_param.device == "nvme"
-    return config.zero.stage == 3 and (machine.streamed or on_disk or (transport == "c10d" and mesh.dp > 1))
+    elsewhere = config.zero.offload_param.device == "nvme" or parameters_in_host(config, machine)
+    return config.zero.stage == 3 and (machine.streamed or elsewhere or (transport == "c10d" and mesh.dp > 1))
+
+
+def parameters_in_host(config: Config, machine: Machine) -> bool:
+    """Whether a GPU run's parameters lie in the host's memory, and come to the device while they are used."""
+    on_device = not machine.device.startswith("cpu")
+    return on_device and config.zero.stage == 3 and config.zero.offload_param.device == "cpu"
 
 
 def derive(
@@ -149,8 +155,17 @@ def derive(
     if sharded:  # flat_begin: in the shard, which is all that a rank holds
         segments = [s._replace(flat_begin=s.shard_begin) for s in segments]
         slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
-    has_master = kind != FLOAT32 or bool(parameters_as)
     owned = layout.total if stage == 0 else layout.shard_elems
+    host_elems = _host_elems(config, mesh, machine, owned)
+    if host_elems is not None:
+        segments, slices = _cut_segments(segments, host_elems), _cut_slices(slices, host_elems)
+    on_device, place = not machine.device.startswith("cpu"), zero.offload_param.device
+    if on_device and stage == 3 and place != "none" and layout.total and zero.offload_optimizer.device == "none":
+        raise ConfigError(
+            f'zero_optimization.offload_param.device = "{place}" keeps the parameters of a GPU run off the device, and'
+            ' the host updates them, but offload_optimizer.device is "none": set that to "cpu" too, or to "nvme"'
+        )
+    has_master = kind != FLOAT32 or bool(parameters_as)
     offload = config.zero.offload_optimizer
     arrays, array_bytes = on_disk or (moments, state_bytes)
     disk = (
@@ -187,7 +202,9 @@ def derive(
     sizes["node_total"] += sizes["disk_buffers"] * mesh.ranks_per_node
     sizes["params_disk"] = sizes["grads_disk"] = 0
     parameters_on = zero.offload_param.nvme_path or "" if zero.offload_param.device == "nvme" else ""
-    gradients_on = parameters_on if zero.offload_optimizer.device == "nvme" and layout.total else ""
+    # Of a GPU run they come to the host's memory, and stay there.
+    far = zero.offload_optimizer.device == "nvme" and layout.total and not on_device
+    gradients_on = parameters_on if far else ""
     if parameters_on:
         sizes["params_disk"], sizes["params_shared"] = sizes["params_shared"], 0
         sizes["node_total"] -= sizes["params_disk"]
@@ -211,6 +228,8 @@ def derive(
         bytes=Sizes(sizes),
         parameters_on=parameters_on,
         gradients_on=gradients_on,
+        host_elems=host_elems,
+        parameters_in_host=parameters_in_host(config, machine),
         nodes=nodes,
         part=part,
         node_layout=_cut_for_node(layout, mesh.ranks_per_node) if nodes > 1 else None,
@@ -277,6 +296,49 @@ def disk_states(
     )
 
 
+def _host_elems(config: Config, mesh: Mesh, machine: Machine, owned: int) -> int | None:
+    """The front of a share, whole blocks, whose states lie on the host where they are divided: gradients come in the
+    flat order, so the front's cross beside backward."""
+    offload = config.zero.offload_optimizer
+    if machine.device.startswith("cpu") or offload.device == "none" or offload.ratio >= 1:
+        return None
+    for why in (
+        "over several GPUs" * (mesh.dp > 1),
+        "with states on disk" * (offload.device == "nvme"),
+        "with offload_param" * (config.zero.stage == 3 and config.zero.offload_param.device != "none"),
+    ):
+        if why:
+            raise UnsupportedError(
+                f"zero_optimization.offload_optimizer.ratio = {offload.ratio} {why} does not exist: set it to 1.0, with"
+                " all states off the device"
+            )
+    return min(owned, round(offload.ratio * owned / BLOCK) * BLOCK)
+
+
+def _cut_segments(segments: Iterable[Segment], cut: int) -> list[Segment]:
+    """The same with none over element `cut` of the share."""
+    out: list[Segment] = []
+    for s in segments:
+        front = cut - s.shard_begin
+        if 0 < front < s.length:
+            rest = Segment(s.param, s.param_begin + front, s.flat_begin + front, cut, s.length - front)
+            out += [s._replace(length=front), rest]
+        else:
+            out.append(s)
+    return out
+
+
+def _cut_slices(slices: Iterable[Slice], cut: int) -> list[Slice]:
+    out: list[Slice] = []
+    for s in slices:
+        front = cut - s.shard_begin
+        if 0 < front < s.length:
+            out += [s._replace(length=front), Slice(s.flat_begin + front, cut, s.length - front)]
+        else:
+            out.append(s)
+    return out
+
+
 def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) -> None:
     """What the ranks' places rule out, which the configuration alone does not show."""
     zero, uneven = config.zero, f"nodes with different numbers of ranks ({machine.uneven})"
@@ -291,13 +353,11 @@ def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) 
             f"zero_optimization.{asked[0]} over {uneven if machine.uneven else 'several GPUs'} does not exist; "
             f"{'start equally many ranks on each node' if machine.uneven else 'use CPU nodes'}, or remove the key"
         )
-    if zero.offload_param.device == "nvme" and (
-        transport not in ("local", "node", "nodes") or not machine.device.startswith("cpu")
-    ):
-        where = "on a GPU" if not machine.device.startswith("cpu") else f"over {uneven}"
+    if zero.offload_param.device == "nvme" and transport not in ("local", "node", "nodes"):
+        where = "over several GPUs" if not machine.device.startswith("cpu") else f"over {uneven}"
         raise UnsupportedError(
-            f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: CPU nodes with equally many'
-            ' ranks each have it; set it to "none"'
+            f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: one GPU, and CPU nodes with'
+            ' equally many ranks each, have it; set it to "none"'
         )
     if zero.offload_param.device == zero.offload_optimizer.device == "nvme":
         if config.data_types.grad_accum_dtype != "fp32":

@@ -119,6 +119,8 @@ class Plan:
 
     parameters_on: str = ""  # the folder of the disk where stage 3's parameters lie, or "" for memory
     gradients_on: str = ""  # the same of the gradients that a rank accumulates
+    host_elems: int | None = None  # elements of the share whose states lie on the host of a GPU run; None: all or none
+    parameters_in_host: bool = False  # stage 3 on a GPU with offload_param cpu: the device has what is in use
     notes: tuple[str, ...] = ()  # what was asked for and has no effect here, in sentences
 
     @property
@@ -149,6 +151,11 @@ class Plan:
     def updates_on_disk(self) -> bool:
         """True if an update reads or writes the disk, so that it may fail in the middle."""
         return self.disk is not None or bool(self.parameters_on)
+
+    @property
+    def parameters_away(self) -> bool:
+        """True if parameters lie on disk, or in the host's memory of a GPU run."""
+        return bool(self.parameters_on) or self.parameters_in_host
 
     @property
     def core_reduces(self) -> bool:
@@ -205,6 +212,7 @@ class Plan:
                 f" this node), {self.device}, {self.dtype}"
                 f" parameters{' + fp32 masters' if self.has_master else ''}, transport"
                 f" {self.transport}{', parameters streamed' if self.mode == 'streamed' else ''}"
+                f"{' from host memory' if self.parameters_in_host else ''}"
             ),
             (
                 f"  {len(self.params)} parameters, {trained:,} elements trained, {self.frozen_elems:,} frozen; flat"
@@ -247,6 +255,11 @@ class Plan:
                 f"  between steps: model states at most {states / mib:.1f} MiB on this node,"
                 f" {states / max(1, trained):.2f} bytes a parameter, whatever the number of ranks; at the peak of"
                 f" backward at most {bound / mib:.1f} MiB (per rank two buckets and the largest gradient more)"
+            )
+        if self.host_elems is not None:
+            lines.append(
+                f"  masters, gradients and optimizer states of {self.host_elems:,} elements in host memory, of the"
+                f" other {self.owned_elems - self.host_elems:,} on the device"
             )
         if self.disk is not None:
             lines.append(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..core import memory
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment, padded
 from ..plan.plan import Plan
@@ -35,12 +34,12 @@ class WholeFlats:
             state.flat = state.segment.tensor(state.dtype, 0, total)
             if plan.frozen_elems:
                 state.frozen_flat = state.segment.tensor(state.dtype, total * size, plan.frozen_elems)
-        elif state.device.type == "cpu":
-            state.flat = memory.zeros(total, state.dtype, memory.COLORS["params"])
         else:
-            state.flat = torch.zeros(total, dtype=state.dtype, device=state.device)
-        on_host = state.state_device != state.device
-        state.flat_host = state.zeros(total, state.dtype, "lowp") if on_host else None
+            state.flat = state.parameters(total)
+        if state.home != state.device and plan.frozen_elems:
+            state.frozen_flat = state.parameters(plan.frozen_elems)
+        made_here = total if plan.host_elems is None else plan.host_elems
+        state.flat_host = state.zeros(made_here, state.dtype, "lowp") if state.sends_parameters else None
         self._frozen_at = 0
 
     def _writes(self, state: ModelState) -> bool:
@@ -88,8 +87,9 @@ class WholeFlats:
         for rank, s in state.owners(index):
             view = state.flat[s.flat_begin : s.flat_begin + s.length]
             if rank == state.plan.rank:
-                if state.flat_host is not None and state.master is not None:
-                    state.window(s).copy_to(state.flat_host[s.flat_begin : s.flat_begin + s.length])
+                copy = state.host_copy(s.flat_begin, s.length)
+                if copy is not None and state.master is not None:
+                    state.window(s).copy_to(copy)
                 if state.master is not None or state.flat_host is not None:
                     state.window(s).copy_to(view)
             if not everywhere:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..comm import start as comm
 from ..comm.failures import Breaker, break_pairs
 from ..comm.groups import _all_gather, new_group, own_store
+from ..core import memory
 from ..core.lib import C, check
 from ..plan.layout import ALIGN
 from .parameters.param import FlatUnit
@@ -63,6 +64,9 @@ class Source(Protocol):
 
     def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
         """`value` [numel] is what parameter i is gathered from now on; fences are the caller's."""
+
+    def settle(self) -> None:
+        """Returns when nothing reads what units are gathered from."""
 
     def fail(self, error: BaseException) -> None:
         """Breaks it on all ranks: none waits for this one any more. From any thread."""
@@ -117,11 +121,56 @@ class NodeSource:
         """One rank writes parameter i for all."""
         self._views[unit.index][i].copy_(value)
 
+    def settle(self) -> None:
+        pass  # `begin` has copied
+
     def fail(self, error: BaseException) -> None:
         pass  # nobody waits here
 
     def close(self) -> bool:
         return True
+
+
+class HostSource(NodeSource):
+    """The same from locked memory of the host to a GPU: copies run on a stream of their own, beside what the device
+    computes, from when it is through with what it was told before: until then the storage of a unit may be somebody
+    else's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._side = device, torch.cuda.Stream(device)
+        self._parts: dict[int, list[tuple[int, torch.Tensor]]] = {}  # (place in the unit, bytes)
+        self._arrived: dict[int, torch.cuda.Event] = {}
+
+    def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
+        super().add(unit, pieces)
+        owners = self._views[unit.index]
+        self._parts[unit.index] = [
+            (at, memory.tensor_at(address, nbytes, torch.uint8, owners))
+            for at, address, nbytes in self._runs.pop(unit.index)
+        ]
+
+    def begin(self, units: Sequence[FlatUnit]) -> None:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for unit in units:
+                storage = unit.flat.view(torch.uint8)
+                for at, values in self._parts[unit.index]:
+                    storage[at : at + values.numel()].copy_(values, non_blocking=True)
+                self._arrived[unit.index] = torch.cuda.Event()
+                self._arrived[unit.index].record(self._side)
+
+    def complete(self, unit: FlatUnit) -> None:
+        """On the device's present stream."""
+        if (event := self._arrived.pop(unit.index, None)) is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def settle(self) -> None:
+        self._side.synchronize()
+
+    def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
+        self.settle()
+        super().write(unit, i, value)
 
 
 class Exchange:
@@ -306,6 +355,9 @@ class CollectiveSource:
         for offset, mine, n in self._pieces[unit.index][self._exchange.rank]:
             if begin <= offset < end:
                 cast(torch.Tensor, mine).copy_(value[offset - begin : offset - begin + n])
+
+    def settle(self) -> None:
+        pass  # `begin` has copied what this rank gives
 
     def fail(self, error: BaseException) -> None:
         self._exchange.fail(error)

@@ -24,6 +24,7 @@ from .parameters.param import Released, share, version_of
 from .step.collective import TorchReducer
 from .tiers.agree import together
 from .tiers.disk import DiskTier
+from .tiers.split import Split, parts_of, squares
 from .tiers.windows import PART, Array, Window
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class ModelState:
     flat: of `dtype`, the parameters: [total], node-shared at stage 3 or a private replica, or [owned] where a rank has
     its shard alone; frozen_flat: the same of frozen ones, or None. master, moments: [owned] fp32; acc: [owned] of the
     plan's accumulator dtype. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat`
-    lie in host memory. With a `tier`, masters and moments lie there (OnDisk): who reads or writes them asks for a
-    `window`."""
+    lie in host memory, with plan.parameters_in_host `flat` too. With a `tier`, masters and moments lie there (OnDisk):
+    who reads or writes them asks for a `window`."""
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class ModelState:
     ) -> None:
         self.plan, self.group, self.device, self.tier = plan, group, device, tier
         self.state_device = torch.device("cpu") if host else device
+        self.home = torch.device("cpu") if plan.parameters_in_host else device  # of the flat space
         by_index = sorted(
             ((info.index, p, info.name) for info, (_, p) in zip(plan.params, named) if info.index is not None),
             key=lambda t: t[0],
@@ -148,9 +150,9 @@ class ModelState:
         if self.lease is not None:
             self.acc = self.lease.tensor
         elif not plan.gradients_on:  # else the state's class says what stands for them
-            self.acc = self.zeros(owned, torch_dtype(plan.accumulator), "acc")
+            self.acc = cast(torch.Tensor, self.share(torch_dtype(plan.accumulator), "acc"))
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
-        self.master: Array | None = self.states(owned, "master") if plan.has_master else None
+        self.master: Array | None = self.states("master") if plan.has_master else None
         self.flats = self._choose_flats()
         self.flats.make(self)
         self._bind()
@@ -173,11 +175,31 @@ class ModelState:
             return memory.zeros(numel, dtype, memory.COLORS[what], locked=crosses)
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
-    def states(self, numel: int, what: str) -> Array:
+    @property
+    def sends_parameters(self) -> bool:
+        """Whether the update makes new parameters on the host, and they lie on a device."""
+        return self.state_device.type == "cpu" and self.home.type != "cpu"
+
+    def parameters(self, numel: int) -> torch.Tensor:
+        """A zeroed array of parameters, where they lie."""
+        if self.home.type == "cpu":
+            away = self.device.type != "cpu"
+            return memory.zeros(numel, self.dtype, memory.COLORS["params"], locked=away)
+        return torch.zeros(numel, dtype=self.dtype, device=self.home)
+
+    def share(self, dtype: torch.dtype, what: str) -> torch.Tensor | Split:
+        """A zeroed array of this rank's share in memory, [owned]: see `zeros`; divided between host and device where
+        the plan says so."""
+        owned, cut = self.plan.owned_elems, self.plan.host_elems
+        if cut is None:
+            return self.zeros(owned, dtype, what)
+        return Split(self.zeros(cut, dtype, what), torch.zeros(owned - cut, dtype=dtype, device=self.device))
+
+    def states(self, what: str) -> Array:
         """A zeroed fp32 array of masters or moments, in memory or in the tier."""
         if self.tier is not None:
             return self.tier.arrays[what]
-        return self.zeros(numel, torch.float32, what)
+        return self.share(torch.float32, what)
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -207,7 +229,7 @@ class ModelState:
                 share(p)
         self.flats.spread(self)
         if self.flat_host is not None:  # without masters it is what the optimizer updates
-            self.flat_host.copy_(self.flat)
+            self.flat_host.copy_(self.flat[: self.flat_host.numel()])
 
     def _note_versions(self) -> None:
         """What was written so far is no stray write."""
@@ -360,6 +382,9 @@ class ModelState:
     def fail(self, error: BaseException) -> None:
         """No rank with the same part of the model waits for a gather with this one any more."""
 
+    def settle(self) -> None:
+        """Returns when nothing reads the parameters where they lie, on the host, for a device."""
+
     def close(self) -> None:
         """The engine ends; parameters stay readable."""
 
@@ -391,7 +416,13 @@ class ModelState:
         itself."""
         if self.master is not None:
             return Window(self.master, s.shard_begin, s.length)
-        return Window(self.flat if self.flat_host is None else self.flat_host, s.flat_begin, s.length)
+        copy = self.host_copy(s.flat_begin, s.length)
+        return Window(self.flat, s.flat_begin, s.length) if copy is None else Window(copy)
+
+    def host_copy(self, begin: int, n: int) -> torch.Tensor | None:
+        """[n] elements of the flat space as the host's update makes them, where it makes them for a device."""
+        host = self.flat_host
+        return None if host is None or begin >= host.numel() else host[begin : begin + n]
 
     def piece(self, s: Segment) -> torch.Tensor:
         """The same as a view. UnsupportedError if it lies on disk."""
@@ -400,7 +431,7 @@ class ModelState:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def remake_norm(self) -> None:
         """`partial`, of the accumulators as they are."""
-        self.partial.copy_(torch.ops.deepc.norm_squared(self.acc))
+        self.partial.copy_(squares(self.acc))
 
     def squares_of(self, params: Collection[int]) -> float:
         """Sum of squares of the accumulated gradients of some trained parameters, as far as they are owned here."""
@@ -418,13 +449,12 @@ class ModelState:
 
     def first_bad_gradient(self) -> int:
         """The first owned element whose accumulated gradient is not finite, or -1."""
-        if self.acc.device.type == "cpu":
-            index = ctypes.c_int64()
-            address, kind = self.acc.data_ptr(), code(self.acc.dtype)
-            call("dc_find_nonfinite", address, kind, self.acc.numel(), ctypes.byref(index))
-            return index.value
-        where = torch.nonzero(~torch.isfinite(self.acc))
-        return int(where[0]) if where.numel() else -1
+        begin = 0
+        for part in parts_of(self.acc):
+            if (found := _first_not_finite(part)) >= 0:
+                return begin + found
+            begin += part.numel()
+        return -1
 
     # ---- where the update finds what it walks over -------------------------------------------------------------------
     @property
@@ -468,6 +498,16 @@ class ModelState:
         """What makes `params` whole for a while, for rank `writer` to write (None: nobody writes). Masters are the
         caller's part."""
         raise NotImplementedError
+
+
+def _first_not_finite(values: torch.Tensor) -> int:
+    """The index of the first, or -1."""
+    if values.device.type == "cpu":
+        index = ctypes.c_int64()
+        call("dc_find_nonfinite", values.data_ptr(), code(values.dtype), values.numel(), ctypes.byref(index))
+        return index.value
+    where = torch.nonzero(~torch.isfinite(values))
+    return int(where[0]) if where.numel() else -1
 
 
 def ranks_of(group: Group) -> Sequence[int] | None:

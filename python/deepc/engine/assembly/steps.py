@@ -138,7 +138,7 @@ def initialize(
     parsed.require_resolved()
     if parsed.log_level:
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
-    if device.type != "cpu":
+    if device.type != "cpu" and not (parsed.zero.stage == 3 and parsed.zero.offload_param.device != "none"):
         model.to(device)
     cut_as_asked(model, parsed, replicas, kind.whole_logits)
     part = part_of(model, parsed, given, device)
@@ -179,6 +179,8 @@ def assemble(
         engine.step_policy.check_optimizer()
         check_shards(engine)
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
+        if engine.device.type != "cpu" and config.zero.offload_optimizer.device != "none":
+            engine.optimizer.check_ratio(config.zero.offload_optimizer.ratio)
         check_format(engine.optimizer.base, engine.device.type, *config.zero.on_disk)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
@@ -584,7 +586,7 @@ def make_state(engine: EngineBase, named: Named, tier: DiskTier | None) -> Model
             named,
             engine.group,
             engine.device,
-            host=engine.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu",
+            host=engine.device.type == "cuda" and config.zero.offload_optimizer.device != "none",
             accumulates=(config.gradient_accumulation_steps or 1) > 1,
             tier=tier,
         )

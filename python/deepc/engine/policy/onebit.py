@@ -147,7 +147,7 @@ class OneBitSteps(Plain):
         limits = {
             f"ranks on {engine.device.type}": engine.device.type not in ("cpu", "cuda"),
             f"ZeRO stage {stage} and several ranks on GPUs": on_gpus and stage > 0 and engine.everyone.world > 1,
-            "offload_optimizer on a GPU": on_gpus and config.zero.offload_optimizer.device == "cpu",
+            "offload_optimizer on a GPU": on_gpus and config.zero.offload_optimizer.device != "none",
             "pipeline.stages above 1": engine.part is not None,
             "tensor_parallel.autotp_size above 1": mesh.tp > 1,
             "sequence_parallel_size above 1": mesh.sp > 1,

@@ -87,16 +87,17 @@ def inference(
             " and gradients 1 and 2 are 0"
         )
     where = torch.device(device) if device is not None else comm.default_device()
-    on_disk = False
+    streamed = False  # from disk, or from the host's memory to a GPU
     if zero is not None:
         config = _config(zero, None, where)
-        on_disk = config.zero.offload_param.device == "nvme"
+        place = config.zero.offload_param.device
+        streamed = place == "nvme" or (place == "cpu" and where.type != "cpu" and config.zero.stage == 3)
         stage = 3 if config.zero.stage == 3 else stage
     _check_stage(stage, where)
     weights = open_weights(checkpoint, tag, average) if checkpoint is not None else None
     with weights if weights is not None else contextlib.nullcontext():
         return _Builder(
-            model, weights, dtype, stage, keep, strict, where, dict(zero or {}) if on_disk else None
+            model, weights, dtype, stage, keep, strict, where, dict(zero or {}) if streamed else None
         ).build()
 
 
@@ -169,7 +170,7 @@ class _Builder:
         return InferenceEngine(model, self.dtype, home=home)
 
     def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
-        """The weights on disk: what ZeRO-3 does in training with parameters there, without training."""
+        """The weights on disk, or a GPU's in host memory: what ZeRO-3 does with parameters there, without training."""
         from ..assembly import initialize
         from ..engine import Engine
 

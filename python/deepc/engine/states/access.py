@@ -241,7 +241,7 @@ class _Access:
 
     @torch.no_grad()
     def _mine(self, pieces: _Pieces) -> torch.Tensor:
-        parts = [pieces(s).read() for s in self.mine]
+        parts = [pieces(s).read().to(self.engine.state.state_device) for s in self.mine]
         return (
             torch.cat(parts).float()
             if parts

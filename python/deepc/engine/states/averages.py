@@ -58,6 +58,11 @@ class EMA:
             _checked_decay(decay)
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", label):
             raise ArgumentError(f"EMA(label={label!r}): a label is 1 to 64 letters, digits, '_' or '-'")
+        if engine.plan.host_elems is not None:
+            raise UnsupportedError(
+                "EMA with zero_optimization.offload_optimizer.ratio below 1 does not exist: an average lies in one"
+                " place; set the ratio to 1.0"
+            )
         if label in engine.averages:
             raise ArgumentError(
                 f"this engine has an average with label {label!r} already; give this one another label="
@@ -210,10 +215,10 @@ class EMA:
         for flat, shard, n in engine.plan.slices:
             if state.master is not None:
                 Window(state.master, shard, n).copy_into(Window(state.flat, flat, n))
-                if state.flat_host is not None:
-                    Window(state.master, shard, n).copy_to(state.flat_host[flat : flat + n])
-            elif state.flat_host is not None:
-                state.flat[flat : flat + n].copy_(state.flat_host[flat : flat + n])
+                if (copy := state.host_copy(flat, n)) is not None:
+                    Window(state.master, shard, n).copy_to(copy)
+            elif (copy := state.host_copy(flat, n)) is not None:
+                state.flat[flat : flat + n].copy_(copy)
         engine.publish()
 
     # ---- a model of its own ------------------------------------------------------------------------------------------

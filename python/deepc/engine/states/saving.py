@@ -457,8 +457,8 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         else:
             _fill(reader, source, st.window(s), s.param_begin, place)
             st.window(s).copy_into(flat)
-        if st.flat_host is not None:
-            st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat.view)
+        if (copy := st.host_copy(s.flat_begin, s.length)) is not None:
+            copy.copy_(flat.view)
     for name, p in ((name_among_all(n, engine.module), p) for n, p in st.frozen):
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors:

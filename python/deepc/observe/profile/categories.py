@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ...core import memory
+from ...zero.tiers.split import parts_of
 
 NAMES = ("parameters", "gradients", "optimizer_states", "shared", "activations_and_other", "kept_free")
 _PAGES_AT = ("RssAnon", "RssFile", "RssShmem")
@@ -67,17 +68,17 @@ def gradients(engine: Any) -> int:
     on_the_way = list(hooks._held.values()) + list(hooks._late.values())
     left = [p.grad for p in engine.state.trained] if hooks._kept else []
     lease = engine.state.lease
-    sums = [engine.state.acc] if lease is None and not engine.plan.gradients_on else []
+    sums = parts_of(engine.state.acc) if lease is None and not engine.plan.gradients_on else []
     return _nbytes(_on(engine.device, [*sums, *on_the_way, *left])) + (lease.nbytes() if lease is not None else 0)
 
 
 def optimizer_states(engine: Any) -> int:
     """Bytes of masters and moments; of what lies on disk, the cells that are in memory."""
     state, tier = engine.state, engine.state.tier
-    master = state.master if tier is None else None
+    masters = parts_of(state.master) if tier is None and state.master is not None else []
     windows = [w.view for _, _, w in engine.optimizer.owned_states() if w.in_memory]
     rest: int = engine.optimizer.coded_bytes() + (tier.stream.memory_bytes if tier is not None else 0)
-    return _nbytes(_on(engine.device, [master, *windows])) + rest
+    return _nbytes(_on(engine.device, [*masters, *windows])) + rest
 
 
 def sample(engines: Iterable[Any], states: int) -> dict[str, int]:

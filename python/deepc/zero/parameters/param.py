@@ -456,6 +456,13 @@ class FlatUnit(Unit):
         """The place of `p` among its parameters."""
         return next(i for i, q in enumerate(self.params) if q is p)
 
+    def leave(self, values: Sequence[torch.Tensor | None]) -> None:
+        """For good: `values` [numel] are the parameters' memory from now on, and the unit gathers nothing any more."""
+        for p, kind, value in zip(self.params, self.kinds, values):
+            p.__class__ = kind
+            if value is not None:
+                set_data(p, of_slots(p, p.shape, value))
+
     def _allocate(self) -> None:
         self.storage.resize_(self.nbytes)
 

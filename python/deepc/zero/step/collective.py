@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ from ...core import memory
 from ...errors import UnsupportedError
 from ...plan.buckets import BucketStates
 from ...plan.plan import Plan
+from ..tiers.split import squares, stretches
 from .reducer import Tree
 
 AHEAD = 4  # see above
@@ -112,14 +113,22 @@ class TorchReducer:
     def _add_alone(self, index: int, grad: torch.Tensor) -> None:
         """Nothing to wait for: the gradient can go."""
         self._seen.add(index)
-        layout = self._plan.layout
-        target = self._acc[layout.offsets[index] : layout.offsets[index] + layout.numels[index]]
         flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
-        if self._side is not None and self._assign:
-            self._send(target, flat, self._side)
-        else:
-            self._put(target, flat.to(target.device))
+        at = self._plan.layout.offsets[index]
+        for target, begin, end in self._targets(index):
+            part = flat[begin - at : end - at]
+            if self._side is not None and self._assign and target.device != part.device:
+                self._send(target, part, self._side)
+            else:
+                self._put(target, part.to(target.device))
         self._released.append(index)
+
+    def _targets(self, index: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(accumulators, where they begin and end in the share) of parameter `index`: of each part, where there are
+        two."""
+        at = self._plan.layout.offsets[index]
+        for begin, end in stretches(self._acc, at, at + self._plan.layout.numels[index]):
+            yield self._acc[begin:end], begin, end
 
     @staticmethod
     def _send(target: torch.Tensor, flat: torch.Tensor, side: torch.cuda.Stream) -> None:
@@ -130,12 +139,11 @@ class TorchReducer:
         flat.record_stream(side)
 
     def _finish_alone(self) -> None:
-        layout = self._plan.layout
         if self._side is not None:
             self._side.synchronize()
-        for i in range(layout.nparams) if self._assign else ():
-            if i not in self._seen:
-                self._acc[layout.offsets[i] : layout.offsets[i] + layout.numels[i]].zero_()
+        for i in range(self._plan.layout.nparams) if self._assign else ():
+            for target, _, _ in self._targets(i) if i not in self._seen else ():
+                target.zero_()
         self._seen.clear()
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ class TorchReducer:
                 self._agree_on_order()
         self._open = False
         if self._norm:
-            self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
+            self._partial.copy_(squares(self._acc))
 
     def _meet(self) -> None:
         """Before the end of a pass is waited for."""

@@ -113,6 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
         self._sharers: Sharers | None = None
         self._left_out: frozenset[int] = frozenset()
+        self._device_runs: list[Run] = []  # of those whose states are divided between host and device
         self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self.overflow = False
@@ -131,6 +132,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f'data_types.grad_accum_dtype = "{dtype}" with {type(self.base).__name__}: torch\'s optimizers take'
                 " gradients in the dtype of the fp32 weights, so nothing would be saved; use Adam or AdamW, Lion,"
                 " Adagrad or SGD of deepc.optim, or remove the key"
+            )
+
+    def check_ratio(self, ratio: float) -> None:
+        """Raises if states are to be divided between host and device (offload_optimizer.ratio below 1), and can't."""
+        rule = self.rule
+        if ratio < 1 and (rule is None or rule.kind in ACROSS or rule.kind == LAMB or rule.form):
+            what = f"state_dtype {rule.form}" if rule is not None and rule.form else type(self.base).__name__
+            raise UnsupportedError(
+                f"zero_optimization.offload_optimizer.ratio below 1 with {what} does not exist: Adam and AdamW, Lion,"
+                " Adagrad and SGD of deepc.optim, with states in fp32, have it; set the ratio to 1.0"
             )
 
     def _hook_tables(self: torch.optim.Optimizer) -> None:
@@ -218,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if st.tier is not None:
                 return CodedOnDisk(st.tier.stream, name, form, stretches)
             return Coded(name, form, owned, stretches, lambda numel: st.zeros(numel, torch.uint8, name))
-        return st.zeros(owned, torch.bfloat16, name) if form else st.states(owned, name)
+        return st.zeros(owned, torch.bfloat16, name) if form else st.states(name)
 
     def coded_bytes(self) -> int:
         """Of states that are kept as codes, and have no views."""
@@ -239,6 +250,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
+        if (cut := st.plan.host_elems) is not None:
+            self._device_runs = within(self._runs, cut, st.plan.owned_elems)
+            self._runs = within(self._runs, 0, cut)
         if st.flat_host is not None:  # what is done of a long one goes to the device meanwhile
             begins = range(0, st.plan.owned_elems, _PART)
             self._runs = [part for at in begins for part in within(self._runs, at, at + _PART)]
@@ -359,6 +373,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget_rest()
         if self._sent is not None:
             self._sent.synchronize()  # the last step's parameters have left
+        self._state.settle()
         if not self.core:
             self._update_torch(grad_scale)
         elif self._across is not None:
@@ -366,9 +381,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._across.update(grad_scale, self._steps)
             self._to_device()
         elif self._ratios is not None or self._state.state_device.type == "cpu":
+            if self._device_runs:
+                self._update_device(grad_scale, self._device_runs)
             self._update_host(grad_scale)
         else:
-            self._update_device(grad_scale)
+            self._update_device(grad_scale, self._runs)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -377,6 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         if self._across is not None:
             self._across.finish()
+            self._to_device()
         else:
             self._update_host(self._unfinished)
         self._unfinished = None
@@ -415,21 +433,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
-        if self._state.flat_host is not None:
-            self._step_and_send(groups)
-        elif self._passes is None or self._passes.in_memory:
-            self._step_runs(self._args, self._runs, groups)
-        else:
+        if self._passes is not None and not self._passes.in_memory:
             self._update_cells(self._passes, groups)
+        elif self._state.flat_host is not None:
+            self._step_and_send(groups)
+        else:
+            self._step_runs(self._args, self._runs, groups)
 
     def _to_device(self) -> None:
         """Where states are offloaded: the new parameters go back to the device."""
-        host = self._state.flat_host
-        if host is None:
+        if self._state.flat_host is None:
             return
         for s in self._state.plan.slices:
-            part = slice(s.flat_begin, s.flat_begin + s.length)
-            self._state.flat[part].copy_(host[part], non_blocking=True)
+            if (copy := self._state.host_copy(s.flat_begin, s.length)) is not None:
+                self._state.flat[s.flat_begin : s.flat_begin + s.length].copy_(copy, non_blocking=True)
         self._note_sent()
 
     def _note_sent(self) -> None:
@@ -438,16 +455,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_and_send(self, groups: Sequence[tuple[Scalars, float]]) -> None:
         """The step of offloaded states, part by part: new parameters go to the device while the next ones are made."""
-        st, at = self._state, 0
-        host = cast(torch.Tensor, st.flat_host)
+        at = 0
         for _, part in itertools.groupby(self._runs, key=lambda r: r.own // _PART):
             runs = list(part)
             args = (StepArgs * len(runs)).from_buffer(self._args, at * ctypes.sizeof(StepArgs))
             self._step_runs(args, runs, groups)
-            for begin, end in _stretches(runs):
-                st.flat[begin:end].copy_(host[begin:end], non_blocking=True)
+            self._send(runs)
             at += len(runs)
         self._note_sent()
+
+    def _send(self, runs: Sequence[Run]) -> None:
+        """Offloaded states: the new parameters of `runs` go to the device. Until `_sent` they are not to be written."""
+        flat, host = self._state.flat, self._state.flat_host
+        if host is None or not runs:
+            return
+        for begin, end in _stretches(runs):
+            flat[begin:end].copy_(host[begin:end], non_blocking=True)
 
     def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
         for a, run in zip(args, runs):
@@ -474,8 +497,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._step_runs(args, runs, groups)
             for s in scales:
                 s.put()
+            self._send(runs)
 
         passes.run(work, Pass(reads=self._state.master is None or bool(self._left_out)))
+        if self._state.flat_host is not None:
+            self._note_sent()
 
     def _aim_in_cell(self, args: Any, runs: Sequence[Run], cell: DiskCell) -> list[UnitScales]:
         """The arguments of states in a format that lie in `cell`, which begins at an edge of blocks; the scales of
@@ -492,13 +518,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 a.scale[k] = out[-1].scale.data_ptr()
         return out
 
-    def _update_device(self, grad_scale: float) -> None:
+    def _update_device(self, grad_scale: float, stretches: Sequence[Run]) -> None:
         st, rule = self._state, self._core
         arrays = cast("dict[str, torch.Tensor]", self.states)
         for index, g in enumerate(self.param_groups):
-            runs = [
-                (slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index
-            ]
+            runs = [(slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in stretches if group == index]
             if not runs:
                 continue
             master, lowp = cast("torch.Tensor | None", st.master), st.master is not None

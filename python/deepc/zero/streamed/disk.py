@@ -142,6 +142,7 @@ class DiskFlats:
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
         known = give(p, read=state.group.leader)
         if not p.is_floating_point() and not keeps_bytes(p):
+            p.data = p.data.to(state.device)
             broadcast(state.group, p.data)
             return
         self._frozen_at[id(p)] = self._frozen_end
@@ -229,12 +230,42 @@ class _Run(NamedTuple):
     n: int
 
 
+class _Landing:
+    """Locked memory of the host, by size, in which what is read for a GPU lies until it is there."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
+
+    def take(self, unit: FlatUnit) -> torch.Tensor:
+        """[elements of the unit's storage]: nobody reads it any more."""
+        free = self._free.setdefault(unit.nbytes, [])
+        if not free:
+            return memory.zeros(unit.flat.numel(), unit.flat.dtype, memory.COLORS["params"], locked=True)
+        values, left = free.pop(0)
+        if left is not None:
+            left.synchronize()
+        return values
+
+    def send(self, values: torch.Tensor, unit: FlatUnit) -> None:
+        """`values` become the unit's on the device's present stream; the memory can be taken again."""
+        unit.flat.copy_(values, non_blocking=True)
+        left = torch.cuda.Event()
+        left.record(torch.cuda.current_stream(unit.flat.device))
+        self._free[unit.nbytes].append((values, left))
+
+    def give_back(self, values: torch.Tensor, unit: FlatUnit) -> None:
+        """It can be taken again, and was of no use."""
+        self._free[unit.nbytes].append((values, None))
+
+
 class DiskSource:
-    """Gathers by reading from the array on the node's disk, in the background from `begin` to `complete`. One-sided, as
-    NodeSource. A read that fails raises where the unit is needed; the unit can be asked for again."""
+    """Gathers by reading from the array on the node's disk, in the background from `begin` to `complete`; for a GPU
+    into the host's memory, from where `complete` sends it. One-sided, as NodeSource. A read that fails raises where the
+    unit is needed; the unit can be asked for again."""
 
     def __init__(self, array: DiskArray, begin_of: Callable[[torch.nn.Parameter], int]) -> None:
         self._array, self._begin_of = array, begin_of
+        self._landing, self._landed = _Landing(), dict[int, torch.Tensor]()
         self._runs: dict[int, list[_Run]] = {}
         self._reads: dict[int, list[DiskRead]] = {}
         weakref.finalize(self, _abandon, self._reads)  # also at the end of a process that closes nothing
@@ -259,21 +290,28 @@ class DiskSource:
         if memory.available() < need + _SPARE:  # what the heap keeps free would be missing: the limit kills
             memory.trim_heap()
         for unit in units:
+            to = unit.flat
+            if to.device.type != "cpu":
+                to = self._landed[unit.index] = self._landing.take(unit)
             self._reads[unit.index] = [
-                self._array.read_async(r.begin, unit.flat[r.offset : r.offset + r.n]) for r in self._runs[unit.index]
+                self._array.read_async(r.begin, to[r.offset : r.offset + r.n]) for r in self._runs[unit.index]
             ]
 
     def complete(self, unit: FlatUnit) -> None:
         if unit.index not in self._reads:  # the last try failed
             self.begin([unit])
-        reads = self._reads.pop(unit.index)
+        reads, landed = self._reads.pop(unit.index), self._landed.pop(unit.index, None)
         try:
             while reads:
                 reads.pop().wait()
         except BaseException:
             for read in reads:
                 read.abandon()
+            if landed is not None:
+                self._landing.give_back(landed, unit)
             raise
+        if landed is not None:
+            self._landing.send(landed, unit)
 
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
         return self._array.get(self._begin_of(unit.params[i]), unit.numels[i])
@@ -281,6 +319,9 @@ class DiskSource:
     def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
         """One rank writes parameter i for all."""
         self._array.put(self._begin_of(unit.params[i]), value)
+
+    def settle(self) -> None:
+        pass  # a file's readers and writers order themselves
 
     def fail(self, error: BaseException) -> None:
         pass  # nobody waits here

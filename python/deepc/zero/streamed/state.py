@@ -12,12 +12,12 @@ import torch
 from ...core import memory
 from ...errors import CommError, DiskError
 from ...offload.array import Window
-from ...plan.layout import Segment, padded
+from ...plan.layout import Segment, keeps_bytes, padded
 from ..parameters.gathered import Params, Whole
-from ..parameters.param import share
+from ..parameters.param import as_slots, share
 from ..resident import WholeFlats, broadcast
 from ..shards import give
-from ..sources import CollectiveSource, NodeSource, Piece, Source
+from ..sources import CollectiveSource, HostSource, NodeSource, Piece, Source
 from ..state import Flats, ModelState, ranks_of
 from ..step.collective import RoundsReducer, TorchReducer
 from ..tiers.agree import together
@@ -37,13 +37,34 @@ if TYPE_CHECKING:
 class NodeFlats(WholeFlats):
     """Whole on the node: gathers copy from it."""
 
+    def make(self, state: ModelState) -> None:
+        super().make(state)
+        self._places: dict[int, torch.Tensor] = {}  # id(parameter) -> a frozen one's place in the host's memory
+
+    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
+        if state.home != state.device:
+            give(p)
+        return super().value(state, p)
+
+    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
+        if state.home != state.device:
+            give(p)
+        if state.home == state.device or not (p.is_floating_point() or keeps_bytes(p)):
+            super().put_frozen(state, p)
+            return
+        value = as_slots(p, p.data, state.dtype)
+        place = cast(torch.Tensor, state.frozen_flat)[self._frozen_at : self._frozen_at + value.numel()]
+        self._frozen_at += padded(value.numel())
+        self._places[id(p)] = place.copy_(value)
+        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)  # a view of its unit soon
+
     def source(self, state: StreamedState) -> Source:
         """What units are gathered from. Collective."""
-        return NodeSource()
+        return NodeSource() if state.home == state.device else HostSource(state.device)
 
     def pieces(self, state: StreamedState, p: torch.nn.Parameter) -> list[Piece]:
         """Where the values of `p` lie. Called before `p` is a view of its unit."""
-        values = p.data.reshape(-1)
+        values = self._places.get(id(p), p.data.reshape(-1))
         return [Piece(state.plan.rank, 0, values.numel(), values)]
 
     def take(self, state: StreamedState, params: Params, writer: int) -> None:
@@ -69,14 +90,8 @@ class ShardFlats:
         self._frozen_at: dict[int, tuple[int, int]] = {}  # id(parameter) -> its place in their space, elements
         self._frozen_end = 0
         self._place = {id(p): i for i, p in enumerate(state.trained)}
-        if state.device.type == "cpu":
-            state.flat = memory.zeros(plan.owned_elems, state.dtype, memory.COLORS["params"])
-            state.frozen_flat = memory.zeros(self._part, state.dtype, memory.COLORS["params"])
-        else:
-            state.flat = torch.zeros(plan.owned_elems, dtype=state.dtype, device=state.device)
-            state.frozen_flat = torch.zeros(self._part, dtype=state.dtype, device=state.device)
-        on_host = state.state_device != state.device
-        state.flat_host = state.zeros(plan.owned_elems, state.dtype, "lowp") if on_host else None
+        state.flat, state.frozen_flat = state.parameters(plan.owned_elems), state.parameters(self._part)
+        state.flat_host = state.zeros(plan.owned_elems, state.dtype, "lowp") if state.sends_parameters else None
 
     def _from_rank_0(self, state: ModelState, p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         known = give(p)
@@ -207,17 +222,20 @@ class StreamedState(ModelState):
             like,
             config,
             self._most_live(config, ranks_here),
-            on_disk=self.disk is not None,
+            distant=self.plan.parameters_away,
         )
         self._note_versions()
 
     def _most_live(self, config: ZeroConfig, ranks_here: int) -> int:
         """Elements that may be gathered at a time. With parameters on disk the limit is also max_in_cpu, and a third
-        of the memory that is left: activations and gradients want some; half of it where nothing is trained."""
+        of the memory that is left: activations and gradients want some; half of it where nothing is trained. Where
+        the parameters of a GPU run lie elsewhere, so much of the GPU's memory."""
         most = config.stage3_max_live_parameters
+        parts = 3 if self.trained else 2
+        if self.device.type != "cpu" and self.plan.parameters_away:
+            most = min(most, torch.cuda.mem_get_info(self.device)[0] // (parts * self.dtype.itemsize))
         if self.disk is None:
             return most
-        parts = 3 if self.trained else 2
         room = memory.available() // (parts * ranks_here * self.dtype.itemsize)
         least = torch.tensor([float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64)
         return int(self.group.gather_all(least).min())
@@ -243,6 +261,10 @@ class StreamedState(ModelState):
     def fail(self, error: BaseException) -> None:
         if self.streamed is not None:
             self.streamed.fail(error)
+
+    def settle(self) -> None:
+        if self.streamed is not None:
+            self.streamed.settle_reads()
 
     def meet(self) -> None:
         if self.plan.sharded:

@@ -67,7 +67,8 @@ class StreamedUnits:
 
     trained, frozen: name and parameter, which are released from here on (but the persistent ones). pieces_of: where the
     values of a parameter lie. like: a tensor of the parameters' dtype and device. max_live: elements that may be
-    gathered at a time. on_disk: gathers are this rank's own reads of a disk. Then what the next pass begins with is
+    gathered at a time. distant: gathers are this rank's own reads of what is slower than its memory: of a disk, or of
+    the host's memory where the model runs on a GPU. Then what the next pass begins with is
     read at the end of one that repeats (generation); and where nothing is trained, so that values stay what they are,
     as many units as there is room for are persistent, and two are read ahead in any case."""
 
@@ -82,10 +83,10 @@ class StreamedUnits:
         like: torch.Tensor,
         config: ZeroConfig,
         max_live: int,
-        on_disk: bool = False,
+        distant: bool = False,
     ) -> None:
         self._model, self._source = model, source
-        self._on_disk, self._pins = on_disk, on_disk and not trained
+        self._distant, self._pins = distant, distant and not trained
         self._prefetch, self._max_reuse = config.stage3_prefetch_bucket_size, config.stage3_max_reuse_distance
         self._max_live = max_live
         # Per running module: units in use, whether it pushed saved-tensor hooks.
@@ -275,7 +276,7 @@ class StreamedUnits:
         same = key == self._trace_key
         if self._trace and not self._backward_seen and same and key is None and len(self._trace) < MAX_TRACE:
             return  # a further forward before the backward
-        repeats = self._on_disk and same and key is not None
+        repeats = self._distant and same and key is not None
         expected = repeats and self._order is not None and self._order.repeats and self._at == len(self._order.uses)
         self._end_pass(repeats)
         self._trace_key, self._order = key, self._orders.get(key)
@@ -417,6 +418,13 @@ class StreamedUnits:
             self._saved.pop()
         for unit in reversed(held):
             self._unuse(unit)
+        if not self._frames and not torch.is_grad_enabled():
+            self.settle_reads()
+
+    def settle_reads(self) -> None:
+        """Returns when nothing reads what units are gathered from. After a forward without gradients, a backward, and
+        gathers outside of both: who writes parameters then needs not wait."""
+        self._source.settle()
 
     def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> torch.Tensor | None:
         """`func` is about to read or write the released `p`: gathers it where it can know until when, else raises.
@@ -498,6 +506,8 @@ class StreamedUnits:
         if not self._tasks:
             self._last_backward = None
         self.release_idle()
+        if not self._tasks:
+            self.settle_reads()
 
     def _accumulated(self, p: torch.Tensor) -> None:
         """Backward is through with `p`; its gradient may come later, from elsewhere (pipeline/deferred.py)."""
@@ -579,6 +589,7 @@ class StreamedUnits:
                 self.let_go(units[:at])
                 raise
             unit.keep = False
+        self.settle_reads()
         return units
 
     def let_go(self, units: Sequence[FlatUnit]) -> None:
@@ -597,6 +608,7 @@ class StreamedUnits:
                     unit.outdate()
                 if unit.uses or unit.persistent:
                     self._ensure(unit)
+        self.settle_reads()
 
     def stats(self) -> dict[str, int]:
         """Counted since the start: gathers, gathered_elems, prefetched (gathers begun ahead of use), releases, blocked
@@ -616,7 +628,8 @@ class StreamedUnits:
         self._source.fail(error)
 
     def close(self) -> None:
-        """Removes the hooks. Where gathers are one-sided every parameter gets its values back, for good."""
+        """Removes the hooks. Where gathers are one-sided every parameter gets its values back, for good; where those
+        are in host memory, which a device may have no room for, on the host."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -624,6 +637,9 @@ class StreamedUnits:
         if not self._source.close():
             return
         for unit in self._units:
+            if self._distant:
+                unit.leave([self._source.read(unit, i) for i in range(len(unit.params))])
+                continue
             self._ensure(unit)
             unit.use()
 

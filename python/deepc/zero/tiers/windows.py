@@ -10,6 +10,7 @@ import torch
 from ...errors import UnsupportedError
 from ...offload import Stream
 from .coded import Coded, CodedOnDisk
+from .split import Split
 
 PART = 1 << 20  # elements of what is on disk that are in memory at a time
 
@@ -66,7 +67,7 @@ class OnDisk:
         found._refuse(f"torch's {getattr(function, '__name__', function)}")
 
 
-Array = torch.Tensor | OnDisk | Coded | CodedOnDisk
+Array = torch.Tensor | OnDisk | Coded | CodedOnDisk | Split
 
 
 class Window:
@@ -76,8 +77,11 @@ class Window:
     __slots__ = ("array", "begin", "length")
 
     def __init__(self, array: Array, begin: int = 0, length: int | None = None) -> None:
-        self.array, self.begin = array, begin
         self.length = len(array) - begin if length is None else length
+        if isinstance(array, Split):
+            array, begin = array.part(begin, begin + self.length)
+        self.array: torch.Tensor | OnDisk | Coded | CodedOnDisk = array
+        self.begin = begin
 
     @property
     def view(self) -> torch.Tensor:

@@ -439,7 +439,7 @@ def predict(
     from .. import dryrun
 
     core = takes_core_path(base)
-    host_states = plan.device != "cpu" and config.zero.offload_optimizer.device == "cpu"
+    host_states = plan.device != "cpu" and config.zero.offload_optimizer.device != "none"
     run = None
     if batch is not None and plan.mode == "streamed":
         raise UnsupportedError(

@@ -45,7 +45,7 @@ def options_of(case: Case, have: int) -> list[Option]:
         tries.append(("activation checkpointing of the blocks", {}, rows, True))
     if case.config.dtype == "fp32":
         tries.append(("bf16.enabled", {"bf16": {"enabled": True}}, rows, False))
-    if case.device != "cpu" and case.config.zero.offload_optimizer.device != "cpu":
+    if case.device != "cpu" and case.config.zero.offload_optimizer.device == "none":
         tries.append(
             (
                 "zero_optimization.offload_optimizer.device cpu",

@@ -68,7 +68,7 @@ def state_rows(
         if nbytes:
             rows.append(Row(name, host=nbytes if host else 0, device=0 if host else nbytes))
 
-    in_host = not gpu
+    in_host = not gpu or plan.parameters_in_host
     if plan.parameters_on:
         pass  # on disk; what is gathered at a time is the run's matter
     elif plan.stage == 3 and plan.transport in ("node", "nodes"):
@@ -79,24 +79,36 @@ def state_rows(
             _block((plan.layout.shard_elems if plan.sharded else plan.layout.total) * item, "params"),
             host=in_host,
         )
-    states_in_host = in_host or host_states
+    states_in_host = not gpu or host_states
+    on_host = plan.owned_elems if plan.host_elems is None else plan.host_elems  # of those, if some are
+
+    def put_states(name: str, nbytes: int, color: str) -> None:
+        """Of the share's elements."""
+        if plan.host_elems is None:
+            put(name, _block(nbytes, color), host=states_in_host)
+            return
+        here = nbytes * on_host // max(1, plan.owned_elems)
+        put(name, _block(here, color), host=True)
+        put(name, nbytes - here, host=False)
+
     if leased:
         one = plan.owned_elems * plan.accumulator.itemsize
         put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - one, host=True)
     else:
-        put(f"gradients ({plan.accumulator.short})", _block(b["grads_private"], "acc"), host=states_in_host)
+        put_states(f"gradients ({plan.accumulator.short})", b["grads_private"], "acc")
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
     if plan.disk is not None:
         moments = moments if b["states_private"] else 0
         put("cells of states on disk", _block(plan.disk.buffer_bytes, "master"), host=True)
     elif plan.has_master:
-        put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
-    if host_states and gpu:
-        put("parameters on their way to the device", _block(plan.layout.total * item, "lowp"), host=True)
+        put_states("fp32 masters", b["master_private"], "master")
+    if host_states and gpu and not plan.parameters_away:
+        elems = plan.layout.total if plan.host_elems is None else on_host
+        put("parameters on their way to the device", _block(elems * item, "lowp"), host=True)
     early = sum(r.host for r in rows)
     for _, color in zip(range(moments), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")):
-        put("optimizer states", _block(plan.owned_elems * state_bytes // 256, color), host=states_in_host)
-    put("on the way between nodes", b["exchange_private"], host=in_host)
+        put_states("optimizer states", plan.owned_elems * state_bytes // 256, color)
+    put("on the way between nodes", b["exchange_private"], host=not gpu)
     if plan.transport in ("node", "nodes"):
         n = plan.ranks_per_node
         wire = max(plan.wire.itemsize, item)
@@ -155,7 +167,15 @@ def assembled(
     )  # one parameter at a time goes to all ranks in fp32
     looked -= code - CODE_BYTES_LOOKED if looked else 0
     init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
-    rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
+    on_device = gpu and not plan.parameters_away  # else the model never goes there
+    rows.append(
+        Row("the model's own parameters, freed", host=0 if on_device else freed, device=freed if on_device else 0)
+    )
+    if gpu and plan.parameters_away:
+        notes.append(
+            "parameters are on the device while they are used: at most stage3_max_live_parameters of them, and a third"
+            " of its memory"
+        )
     live = heap = saved = 0
     if run is not None and gpu:
         notes.append("activations are those that the CPU's kernels save")

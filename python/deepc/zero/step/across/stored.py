@@ -164,7 +164,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         st = self._state
         written: Written = []
         if st.flat_on_disk is None:
-            flat = st.flat[s.flat_begin + lo : s.flat_begin + hi]
+            flat = (st.flat if st.flat_host is None else st.flat_host)[s.flat_begin + lo : s.flat_begin + hi]
         else:
             blocks = _Blocks(st.flat_on_disk, s.flat_begin + lo, s.flat_begin + hi)
             flat, written = blocks.values, [(blocks, blocks.values)]
