@@ -1,4 +1,5 @@
-"""The engine on a GPU against the CPU. Needs a CUDA device; counted as skipped without one."""
+"""The engine on a GPU against the CPU. Needs a CUDA device, counted as skipped without one; test_simgpu.py runs it on the
+device without hardware (tests/simgpu)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import math
 import pytest
 import tiny
 import torch
+from gpus import GPU, gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu.is_available(), reason="no CUDA device")]
 
 
 def on(device: str, stage: int, precision: str, offload: bool = False, steps: int = 6, gas: int = 1, optimizer=None):
@@ -41,7 +43,7 @@ def on(device: str, stage: int, precision: str, offload: bool = False, steps: in
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_gpu_equals_the_cpu(stage, precision, offload):
-    want, got = on("cpu", stage, precision), on("cuda", stage, precision, offload)
+    want, got = on("cpu", stage, precision), on(GPU, stage, precision, offload)
     tolerance = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}[precision]
     for a, b in zip(want[0], got[0]):
         assert math.isclose(a, b, rel_tol=tolerance)
@@ -60,7 +62,7 @@ KINDS += ({"type": "Lamb", "params": {"lr": 1e-3}},)
 )
 def test_every_kind_of_update_equals_the_cpus(optimizer, offload, precision, stage):
     want = on("cpu", stage, precision, optimizer=optimizer)
-    got = on("cuda", stage, precision, offload, optimizer=optimizer)
+    got = on(GPU, stage, precision, offload, optimizer=optimizer)
     for a, b in zip(want[0], got[0]):
         assert math.isclose(a, b, rel_tol=1e-4 if precision == "fp32" else 3e-2)
 
@@ -68,7 +70,7 @@ def test_every_kind_of_update_equals_the_cpus(optimizer, offload, precision, sta
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_accumulation_equals_the_cpus(precision, offload):
-    want, got = on("cpu", 2, precision, gas=4), on("cuda", 2, precision, offload, gas=4)
+    want, got = on("cpu", 2, precision, gas=4), on(GPU, 2, precision, offload, gas=4)
     for a, b in zip(want[0], got[0]):
         assert math.isclose(a, b, rel_tol=1e-4 if precision == "fp32" else 3e-2)
 
@@ -78,7 +80,7 @@ def test_offloaded_gradients_and_parameters_are_in_locked_memory():
 
     cfg = tiny.config(2, micro=8, precision="bf16")
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device="cuda")[0]
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
     assert engine.state.acc.is_pinned() and engine.state.flat_host.is_pinned()
     engine.destroy()
 
@@ -86,10 +88,8 @@ def test_offloaded_gradients_and_parameters_are_in_locked_memory():
 def test_checkpoint_between_cpu_and_gpu(tmp_path):
     import deepc
 
-    engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=8, precision="bf16"), device="cuda")[
-        0
-    ]
-    x, y = (t.cuda() for t in tiny.make_batch(0))
+    engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=8, precision="bf16"), device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
     engine.backward(engine(x, y))
     engine.step()
     engine.save_checkpoint(tmp_path)
@@ -128,7 +128,7 @@ def away(place: str, folder, stage: int = 3, precision: str = "bf16", gas: int =
     return cfg
 
 
-def train(cfg: dict, steps: int = 4, model=None, device: str = "cuda"):
+def train(cfg: dict, steps: int = 4, model=None, device: str = GPU):
     """(losses, fp32 weights, the engine)."""
     import deepc
 
@@ -163,7 +163,7 @@ def test_states_and_parameters_off_the_device(place, precision, tmp_path):
     if PLACES[place][1] != "none":
         stats = state.units.stats()
         assert stats["prefetched"] > 0 and stats["live_elems"] == stats["persistent_elems"] == 0
-        assert all(p.device.type == "cuda" for p in got[2].module.parameters())
+        assert all(p.device.type == GPU for p in got[2].module.parameters())
     got[2].destroy()
     close(got, want)
 
@@ -209,7 +209,7 @@ def test_evaluation_checkpoints_and_writes_off_the_device(place, tmp_path):
     cfg = away(place, tmp_path / "disk")
     (tmp_path / "disk").mkdir()
     _, weights, engine = train(cfg)
-    x, y = (t.cuda() for t in tiny.make_batch(9))
+    x, y = (t.to(GPU) for t in tiny.make_batch(9))
     with torch.no_grad():
         want = engine(x, y).item()
     engine.save_checkpoint(tmp_path / "saved")
@@ -231,7 +231,7 @@ def test_evaluation_checkpoints_and_writes_off_the_device(place, tmp_path):
     if PLACES[place][1] == "cpu":  # there is no disk that is gone, and there may be no room on the device
         assert all(p.device.type == "cpu" for p in engine.module.parameters())
         assert engine.module.cpu().float()(x.cpu(), y.cpu()).isfinite()
-    for stage, device in ((2, "cuda"), (3, "cpu")):
+    for stage, device in ((2, GPU), (3, "cpu")):
         other = deepc.initialize(
             model=tiny.make_model(1), config=tiny.config(stage, micro=8, precision="bf16"), device=device
         )[0]
@@ -258,15 +258,15 @@ def test_the_device_has_only_what_is_in_use(place, tmp_path):
     import deepc
 
     cfg = away(place, tmp_path, stage3_max_live_parameters=8 << 20, stage3_prefetch_bucket_size=2 << 20)
-    engine = deepc.initialize(model=Wide(), config=cfg, device="cuda")[0]
-    x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    engine = deepc.initialize(model=Wide(), config=cfg, device=GPU)[0]
+    x = torch.randn(8, 1024, device=GPU, dtype=torch.bfloat16)
+    gpu.synchronize()
+    gpu.reset_peak_memory_stats()
+    before = gpu.memory_allocated()
     for _ in range(3):
         engine.backward(engine(x))
         engine.step()
-    most = torch.cuda.max_memory_allocated() - before
+    most = gpu.max_memory_allocated() - before
     assert engine.state.units.stats()["live_elems_max"] <= 8 << 20
     assert most < 30 << 20, f"{most / 2**20:.1f} MiB"  # 16 of parameters, a gradient or two, inputs, a workspace
     engine.destroy()
@@ -277,11 +277,11 @@ def test_the_device_has_only_what_is_in_use(place, tmp_path):
 def test_inference_with_weights_off_the_device(dtype, place, tmp_path):
     import deepc
 
-    x, y = (t.cuda() for t in tiny.make_batch(0))
-    want = deepc.inference(tiny.make_model(), dtype=dtype, device="cuda")(x, y).item()
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    want = deepc.inference(tiny.make_model(), dtype=dtype, device=GPU)(x, y).item()
     zero = {"stage": 3, "offload_param": {"device": place, "nvme_path": str(tmp_path)}}
     zero.update({"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30000})
-    engine = deepc.inference(tiny.make_model(), dtype=dtype, device="cuda", zero=zero)
+    engine = deepc.inference(tiny.make_model(), dtype=dtype, device=GPU, zero=zero)
     for _ in range(3):
         assert engine(x, y).item() == pytest.approx(want, rel=1e-3)
     engine.destroy()
@@ -303,7 +303,7 @@ def test_a_part_of_the_states_offloaded(precision, stage, ratio):
     got = train(cfg, model=tiny.make_model(unused=True))
     state, plan = got[2].state, got[2].plan
     assert plan.host_elems == round(ratio * plan.owned_elems / 4096) * 4096
-    assert state.acc.host.numel() == plan.host_elems and state.acc.on_device.device.type == "cuda"
+    assert state.acc.host.numel() == plan.host_elems and state.acc.on_device.device.type == GPU
     cut = next((s.param for s in plan.segments if s.shard_begin == plan.host_elems and s.param_begin), None)
     assert (cut is not None) == (ratio > 0)
     if cut is not None:  # a parameter of which both parts are somewhere
@@ -334,14 +334,14 @@ def test_checkpoints_of_a_part(tmp_path):
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
     _, weights, engine = train(cfg)
     engine.save_checkpoint(tmp_path)
-    x, y = (t.cuda() for t in tiny.make_batch(7))
+    x, y = (t.to(GPU) for t in tiny.make_batch(7))
     after = []
     for e in (engine, None, None):
         if e is None:
             cfg["zero_optimization"]["offload_optimizer"]["ratio"] = 1.0 if after[1:] else 0.25
             import deepc
 
-            e = deepc.initialize(model=tiny.make_model(1), config=cfg, device="cuda")[0]
+            e = deepc.initialize(model=tiny.make_model(1), config=cfg, device=GPU)[0]
             e.load_checkpoint(tmp_path)
             for n, p in e.module.named_parameters():
                 assert torch.equal(e.full_fp32_param(p).cpu(), weights[n])
@@ -364,7 +364,7 @@ def test_what_cannot_be_divided_says_so(tmp_path):
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
     for optimizer in ("Lamb", "Muon"):
         with pytest.raises(UnsupportedError, match="ratio below 1"):
-            deepc.initialize(model=tiny.make_model(), config={**cfg, "optimizer": {"type": optimizer}}, device="cuda")
+            deepc.initialize(model=tiny.make_model(), config={**cfg, "optimizer": {"type": optimizer}}, device=GPU)
     cfg["zero_optimization"]["offload_optimizer"].update({"device": "nvme", "nvme_path": str(tmp_path)})
     with pytest.raises(UnsupportedError, match="with states on disk"):
-        deepc.initialize(model=tiny.make_model(), config=cfg, device="cuda")
+        deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)

@@ -424,8 +424,21 @@ def test_what_does_not_go(change, says, tmp_path):
     cfg["zero_optimization"].update(change)
     with pytest.raises(ConfigError, match=says):
         Config.load(cfg, world_size=1, device_type="cpu")
-    with pytest.raises(ConfigError, match="exists on CPUs"):
-        Config.load(on_disk(tiny.config(3, micro=2), tmp_path), world_size=1, device_type="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_the_host_updates_what_lies_off_a_gpu(device, tmp_path):
+    import deepc
+    from deepc.errors import ConfigError
+
+    cfg = tiny.config(3, micro=2)
+    cfg["zero_optimization"]["offload_param"] = {"device": device, "nvme_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="offload_optimizer.device is .none.: set that"):
+        deepc.estimate(tiny.make_model(), cfg, device="cuda")
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    rows = {r.name: r for r in deepc.estimate(tiny.make_model(), cfg, device="cuda").rows}
+    assert rows["fp32 masters" if "fp32 masters" in rows else "optimizer states"].host > 0
+    assert not any(r.device for r in rows.values()), "nothing lies on the device between steps"
 
 
 def _plan(rank, world, cfg):

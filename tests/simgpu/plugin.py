@@ -1,0 +1,175 @@
+"""A pytest plugin, and a module for other programs: a GPU without hardware. Under it `torch.simgpu` stands where torch
+has `torch.cuda`, device.cpp behind it, and deepc is imported with the one name in the place of the other, so that what
+the engine does for a GPU runs on any machine: `python -m pytest -p plugin test_gpu_engine.py` with this folder on
+PYTHONPATH. What its kernels compute there is not shown by this: operators run on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "simgpu"
+_HERE = Path(__file__).parent
+
+
+def _build() -> Any:
+    from torch.utils import cpp_extension
+
+    folder = Path(os.environ.get("DEEPC_SIMGPU_DIR") or _HERE.parents[1] / "build" / f"simgpu-{torch.__version__}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return cpp_extension.load(
+        name="deepc_simgpu",
+        sources=[str(_HERE / "device.cpp")],
+        build_directory=str(folder),
+        extra_cflags=["-O1", "-Wno-attributes"],
+        verbose=False,
+    )
+
+
+class Stream:
+    """id: 0 is the default stream."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0, of: int | None = None) -> None:
+        self.id = next(self._ids) if of is None else of
+        self.device, self.cuda_stream = torch.device(NAME, 0), self.id
+        # what Tensor.record_stream takes
+        self.stream_id, self.device_index, self.device_type = self.id, 0, 20
+
+    def wait_stream(self, other: Stream) -> None:
+        core.drain(other.id)
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        core.drain(self.id)
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._stream, self._mark, self._time = 0, 0, 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = core.current() if stream is None else stream.id
+        self._mark, self._time = core.mark(self._stream), time.perf_counter()
+
+    def synchronize(self) -> None:
+        core.reach(self._stream, self._mark)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._time - self._time) * 1e3
+
+
+class _Runtime:
+    """Of cudart() what deepc calls."""
+
+    class cudaError:
+        success = 0
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        core.lock(address, nbytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        core.unlock(address)
+        return 0
+
+
+@contextlib.contextmanager
+def _on(stream: Stream) -> Iterator[None]:
+    before = core.current()
+    core.set_current(stream.id)
+    try:
+        yield
+    finally:
+        core.set_current(before)
+
+
+def _module() -> types.ModuleType:
+    m: Any = types.ModuleType(f"torch.{NAME}")
+    m.Stream, m.Event, m.stream = Stream, Event, _on
+    m.current_stream = lambda device=None: Stream(of=core.current())
+    m.default_stream = lambda device=None: Stream(of=0)
+    m.synchronize = lambda device=None: core.drain(core.current())
+    m.is_available = m.is_initialized = lambda: True
+    m.init = m.empty_cache = lambda: None
+    m.device_count, m.current_device = (lambda: 1), (lambda: 0)
+    m.set_device = lambda device: None
+    m._is_in_bad_fork = lambda: False
+    m.manual_seed = m.manual_seed_all = lambda seed: None
+    m.get_rng_state_all, m.set_rng_state_all = (list), (lambda states: None)
+    m.get_rng_state = lambda device=None: torch.get_rng_state()
+    m.set_rng_state = lambda state, device=None: None
+    m.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    m.is_bf16_supported = lambda including_emulation=True: True
+    m.get_device_name = lambda device=None: "NVIDIA H200"  # whose rate is known: it is measured else
+    m.get_device_capability = lambda device=None: (9, 0)
+    m.mem_get_info = lambda device=None: (8 << 30, 8 << 30)
+    m.memory_allocated = lambda device=None: core.allocated()
+    m.max_memory_allocated = lambda device=None: core.most()
+    m.reset_peak_memory_stats = lambda device=None: core.reset_most()
+    m.cudart = lambda: _Runtime
+    m._lazy_call = lambda function: function()
+    m.late_copies = lambda: core.late()
+    return m
+
+
+class _Renamed(importlib.machinery.SourceFileLoader):
+    """Reads deepc's modules with this device in the place of CUDA's."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)  # never the file of compiled code
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
+        text = bytes(data).decode()
+        for old, new in (("torch.cuda", f"torch.{NAME}"), ('"cuda"', f'"{NAME}"')):
+            text = text.replace(old, new)
+        return super().source_to_code(text.encode(), path)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "deepc":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Renamed(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Before deepc is imported."""
+    assert "deepc" not in sys.modules, "the device comes too late"
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    sys.meta_path.insert(0, _Finder())
+
+
+core = _build()
+install()
