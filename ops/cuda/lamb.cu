@@ -1,6 +1,5 @@
-// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor; those whose states have a format are packed.cu's. Bodies and
-// who does what: lamb.cuh.
-// Checked against the CPU thread by thread, and bit by bit on a GPU.
+// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor; those whose states have a format are
+// packed.cu's. Bodies and who does what: lamb.cuh. Checked against the CPU thread by thread, and bit by bit on a GPU.
 #include "cuda/lamb.cuh"
 #include "cuda/packed_launch.cuh"
 

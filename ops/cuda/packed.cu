@@ -11,7 +11,8 @@ using dc_gpu::PackedTable;
 template <int FORMAT> inline constexpr int PACKED_BLOCKS = FORMAT == DC_STATE_4BIT ? 3 : 4;
 
 template <int RULE, int FORMAT>
-__global__ void __launch_bounds__(THREADS, PACKED_BLOCKS<FORMAT>) packed_kernel(const __grid_constant__ PackedTable table) {
+__global__ void __launch_bounds__(THREADS, PACKED_BLOCKS<FORMAT>)
+    packed_kernel(const __grid_constant__ PackedTable table) {
   dc_gpu::packed_step<RULE, FORMAT>(table, (int32_t)blockIdx.x, THREADS);
 }
 
