@@ -186,6 +186,34 @@ TEST_F(CudaPacked, ExtremeBlocks) {
       }
 }
 
+// A block's largest square becomes the largest code, also where its number is the one before 1 and the random bits are
+// 0.
+TEST_F(CudaPacked, TheLargestHasTheLargestCode) {
+  float g = 1.0f, square = 1.0f;
+  while (square * (1.0f / square) >= 1.0f) g = std::nextafterf(g, 2.0f), square = g * g;
+  for (int format : {(int)DC_STATE_8BIT, (int)DC_STATE_4BIT}) {
+    const uint32_t bits = dc__code_map_of(format, DC_STATE_SQUARES).shift;
+    const uint32_t number = (0u - dc__keys_of(7, 0).of[0]) & ((1u << bits) - 1);
+    const StepCase c = {DC_RULE_ADAGRAD, format, 300, number / 64 * 64};
+    auto arrays = step_arrays(c, kOrdinary);
+    for (size_t k : {(size_t)1, (size_t)4}) std::fill(arrays[k].bytes.begin(), arrays[k].bytes.end(), (uint8_t)0);
+    g *= 8.0f; // grad_scale is 0.125
+    memcpy(&arrays[1].bytes[number % 64 * 4], &g, 4);
+    g /= 8.0f;
+    for (Place place : {kAtStart, kOffStart}) {
+      const auto got = run_once(arrays, place, [=](auto &p) {
+        dc_step_args t = step_of(c, p);
+        t.weight_decay = 0;
+        launch(&t, 1, c.rule, format, 0);
+        return (int)DC_OK;
+      });
+      const size_t i = number % 64;
+      EXPECT_EQ(format == DC_STATE_8BIT ? got[2][i] : got[2][i / 2] >> i % 2 * 4 & 15,
+                format == DC_STATE_8BIT ? 127 : 7);
+    }
+  }
+}
+
 // More tensors than one launch takes, of rules and formats in turn: each goes along with its like.
 TEST_F(CudaPacked, ManyTensorsOfManyKinds) {
   std::vector<StepCase> cases;
