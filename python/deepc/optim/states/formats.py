@@ -114,6 +114,33 @@ def check_place(p: torch.Tensor, state_dtype: str) -> None:
         )
 
 
+def packed_args(
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
+    rule: int,
+    state_dtype: str,
+    scalars: Sequence[float],
+    grad_scale: float,
+    step: int,
+    flags: int,
+    copies: Sequence[torch.Tensor] = (),
+) -> Any:
+    """The arguments of dc_step that step_packed makes, of items on one device."""
+    args = StepArgs.array(max(1, len(items)))
+    for a, (p, g, states, scales, first) in zip(args, items):
+        a.param, a.grad, a.n = p.data_ptr(), g.data_ptr(), p.numel()
+        for k, state in enumerate(states):
+            a.state[k] = state.data_ptr()
+        for k, scale in enumerate(scales):
+            a.scale[k] = scale.data_ptr()
+        a.lr, a.beta1, a.beta2, a.eps, a.weight_decay = scalars
+        a.grad_scale, a.step, a.flags, a.rule = grad_scale, step, flags, rule
+        a.param_dtype, a.grad_dtype, a.state_dtype = code(p.dtype), code(g.dtype), code(torch.bfloat16)
+        a.format, a.first = FORMATS[state_dtype], first
+    for a, copy in zip(args, copies):
+        a.lowp, a.lowp_dtype = copy.data_ptr(), code(copy.dtype)
+    return args
+
+
 def run_step(args: Any, count: int, device: torch.device) -> None:
     """dc_step of `count` tensors on `device`; of CUDA's, on the current stream."""
     if device.type == "cuda":
@@ -134,28 +161,11 @@ def step_packed(
 ) -> None:
     """One step of items of (parameter, gradient, states, scales, number of its first element), all dense and in one
     order, each on one device; scalars: lr, beta1, beta2, eps, weight_decay; copies: get the parameters, rounded."""
-    devices = dict.fromkeys(p.device for p, *_ in items)
-    if len(devices) > 1:
-        for device in devices:
-            here = [i for i, (p, *_) in enumerate(items) if p.device == device]
-            copied = [copies[i] for i in here] if copies else ()
-            step_packed([items[i] for i in here], rule, state_dtype, scalars, grad_scale, step, flags, copied)
-        return
-    args = StepArgs.array(max(1, len(items)))
-    for a, (p, g, states, scales, first) in zip(args, items):
-        a.param, a.grad, a.n = p.data_ptr(), g.data_ptr(), p.numel()
-        for k, state in enumerate(states):
-            a.state[k] = state.data_ptr()
-        for k, scale in enumerate(scales):
-            a.scale[k] = scale.data_ptr()
-        a.lr, a.beta1, a.beta2, a.eps, a.weight_decay = scalars
-        a.grad_scale, a.step, a.flags, a.rule = grad_scale, step, flags, rule
-        a.param_dtype, a.grad_dtype, a.state_dtype = code(p.dtype), code(g.dtype), code(torch.bfloat16)
-        a.format, a.first = FORMATS[state_dtype], first
-    for a, copy in zip(args, copies):
-        a.lowp, a.lowp_dtype = copy.data_ptr(), code(copy.dtype)
-    for device in devices:
-        run_step(args, len(items), device)
+    for device in dict.fromkeys(p.device for p, *_ in items):
+        here = [i for i, (p, *_) in enumerate(items) if p.device == device]
+        copied = [copies[i] for i in here] if copies else ()
+        args = packed_args([items[i] for i in here], rule, state_dtype, scalars, grad_scale, step, flags, copied)
+        run_step(args, len(here), device)
 
 
 def step_momentum(

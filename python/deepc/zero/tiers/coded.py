@@ -14,8 +14,8 @@ from ...optim.states.formats import SCALE, make_state, pack, scale_units, unpack
 
 
 class CodedPiece(NamedTuple):
-    """The codes of one parameter's stretch, where the states are. first: the number of its first element in the flat space of all ranks, so
-    that blocks and random bits do not depend on the layout."""
+    """The codes of one parameter's stretch, where the states are. first: the number of its first element in the flat
+    space of all ranks, so that blocks and random bits do not depend on the layout."""
 
     codes: torch.Tensor
     scale: torch.Tensor
