@@ -34,6 +34,19 @@ inline AdamwTensor make_row(const dc_adamw_args *t) {
   return row;
 }
 
+inline dc_adamw_args adamw_args_of(const dc_step_args &t) {
+  dc_adamw_args a;
+  memset(&a, 0, sizeof a);
+  a.struct_size = sizeof a;
+  a.param = t.param, a.grad = t.grad, a.exp_avg = t.state[0], a.exp_avg_sq = t.state[1];
+  a.max_exp_avg_sq = t.state[2], a.lowp = t.lowp, a.n = t.n, a.step = t.step;
+  a.lr = t.lr, a.beta1 = t.beta1, a.beta2 = t.beta2, a.eps = t.eps, a.weight_decay = t.weight_decay;
+  a.grad_scale = t.grad_scale;
+  a.param_dtype = t.param_dtype, a.grad_dtype = t.grad_dtype, a.state_dtype = t.state_dtype;
+  a.lowp_dtype = t.lowp_dtype, a.flags = t.flags & DC_STEP_DECOUPLED ? DC_ADAMW_DECOUPLED : 0;
+  return a;
+}
+
 inline int64_t chunks_of(int64_t n) { return (n + ADAMW_CHUNK - 1) / ADAMW_CHUNK; }
 
 inline StepTensor make_row(const dc_step_args *t) {
@@ -56,6 +69,12 @@ inline StepTensor make_row(const dc_step_args *t) {
   return row;
 }
 
+// Which tensors of a call a table takes. A call of dc_cuda_step may have others: Adam's, and those with a format.
+inline bool belongs(const AdamwTable &, const dc_adamw_args &t) { return t.n > 0; }
+inline bool belongs(const StepTable &, const dc_step_args &t) {
+  return t.n > 0 && t.format == DC_STATE_NEAREST && t.rule != DC_RULE_ADAMW;
+}
+
 // Adds the tensors from `from` on until the table or the grid is full; returns the index of the first that did not fit.
 template <class Table, class Args>
 inline int64_t fill_table(Table *table, const Args *tensors, int64_t from, int64_t count) {
@@ -63,7 +82,7 @@ inline int64_t fill_table(Table *table, const Args *tensors, int64_t from, int64
   memset(table, 0, sizeof *table);
   int64_t i = from;
   for (; i < count && table->count < room; i++) {
-    if (tensors[i].n == 0) continue;
+    if (!belongs(*table, tensors[i])) continue;
     const int64_t next = table->first[table->count] + chunks_of(tensors[i].n);
     if (next > INT32_MAX) break;
     table->tensor[table->count++] = make_row(&tensors[i]);

@@ -167,6 +167,18 @@ inline uint32_t ballot(bool yes) {
   return got;
 }
 inline int bits_of(uint32_t mask) { return __builtin_popcount(mask); }
+inline uint32_t most_of_warp(uint32_t v) {
+  Block &b = *Block::current();
+  Block::Posted &mine = b.posted(b.number() % 32);
+  uint32_t got = 0;
+  mine.in[0] = v, mine.out = &got;
+  b.together(true, 7, [&b] {
+    uint32_t most = 0;
+    for (int l = 0; l < 32; l++) most = b.posted(l).in[0] > most ? b.posted(l).in[0] : most;
+    for (int l = 0; l < 32; l++) *b.posted(l).out = most;
+  });
+  return got;
+}
 // Bytes are there when the thread waits for them, and full of NaN before.
 inline void copy_ahead16(void *to, const void *from, bool there) {
   misaligned_accesses += (uintptr_t)to % 16 != 0 || (there && (uintptr_t)from % 16 != 0);

@@ -46,6 +46,11 @@ DC_GPU void load_bytes4(void *to, const void *from) {
   memcpy(to, &word, sizeof word);
 }
 DC_GPU void store_bytes4(void *to, const void *from) { store_word<uint32_t>(to, from); }
+DC_GPU void load_bytes2(void *to, const void *from) {
+  const uint16_t word = *static_cast<const uint16_t *>(from);
+  memcpy(to, &word, sizeof word);
+}
+DC_GPU void store_bytes2(void *to, const void *from) { store_word<uint16_t>(to, from); }
 #endif
 
 // W elements of type T side by side. 16-byte alignment, because in registers it costs nothing.
@@ -583,22 +588,21 @@ struct StepTable {
 };
 static_assert(sizeof(StepTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
-// p after the step; s is the rule's state.
-DC_GPU float step_rule(const StepTensor &t, float p, float g, float &s) {
-  const dc__step_coef &c = t.coef;
-  if (t.rule == DC_RULE_LION) {
+// p after the step; s is the rule's state, kept: it has one.
+DC_GPU float step_rule(int rule, bool kept, bool nesterov, const dc__step_coef &c, float p, float g, float &s) {
+  if (rule == DC_RULE_LION) {
     const float u = __fmaf_rn(c.b1, s, __fmul_rn(c.one_minus_b1, g));
     s = __fmaf_rn(c.b2, s, __fmul_rn(c.one_minus_b2, g));
     return u != u ? u : __fadd_rn(__fmul_rn(p, c.decay), u == 0.0f ? 0.0f : u < 0.0f ? c.rate : -c.rate);
   }
   if (c.l2 != 0.0f) g = __fmaf_rn(c.l2, p, g);
-  if (t.rule == DC_RULE_ADAGRAD) {
+  if (rule == DC_RULE_ADAGRAD) {
     s = __fadd_rn(s, __fmul_rn(g, g));
     return __fadd_rn(p, __fdiv_rn(__fmul_rn(c.rate, g), __fadd_rn(__fsqrt_rn(s), c.eps)));
   }
-  if (t.state) {
+  if (kept) {
     s = __fmaf_rn(c.one_minus_b2, g, __fmul_rn(c.b1, s));
-    g = t.nesterov ? __fmaf_rn(c.b1, s, g) : s;
+    g = nesterov ? __fmaf_rn(c.b1, s, g) : s;
   }
   return __fmaf_rn(c.rate, g, p);
 }
@@ -610,7 +614,8 @@ template <int W> DC_GPU void step_elements(const StepTensor &t, int64_t i) {
   unpack<W>(p, raw_p, t.param_dtype);
   unpack<W>(g, raw_g, t.grad_dtype);
   DC_UNROLL
-  for (int j = 0; j < W; j++) p[j] = step_rule(t, p[j], __fmul_rn(t.coef.grad_scale, g[j]), s[j]);
+  for (int j = 0; j < W; j++)
+    p[j] = step_rule(t.rule, t.state, t.nesterov, t.coef, p[j], __fmul_rn(t.coef.grad_scale, g[j]), s[j]);
   if (t.state) store_as<W>(t.state, t.state_dtype, i, s);
   store_as<W>(t.param, t.param_dtype, i, p);
   if (t.lowp) store_as<W>(t.lowp, t.lowp_dtype, i, p);

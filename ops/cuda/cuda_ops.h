@@ -35,7 +35,7 @@ DC_API int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, i
 DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign,
                               double *partial, void *stream);
 DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
-/* All tensors of one call have rule DC_RULE_ADAMW, or none has. */
+/* Tensors of one call may differ in rule and format; each kind of them is launched by itself. */
 DC_API int dc_cuda_step(const dc_step_args *tensors, int64_t count, void *stream);
 /* param_sums and update_sums are device memory as the other arrays. */
 DC_API int dc_cuda_lamb_moments(const dc_lamb_args *tensors, int64_t count, void *stream);

@@ -26,6 +26,8 @@ inline void load_bytes8(void *to, const void *from) { move_bytes(to, from, from,
 inline void store_bytes8(void *to, const void *from) { store_global(to, from, 8); }
 inline void load_bytes4(void *to, const void *from) { move_bytes(to, from, from, 4); }
 inline void store_bytes4(void *to, const void *from) { store_global(to, from, 4); }
+inline void load_bytes2(void *to, const void *from) { move_bytes(to, from, from, 2); }
+inline void store_bytes2(void *to, const void *from) { store_global(to, from, 2); }
 } // namespace dc_gpu
 
 // Not inlined, so that no compiler fuses two of them.

@@ -1,7 +1,7 @@
-// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor. Bodies and who does what: lamb.cuh.
-// Checked against the CPU thread by thread, and bit by bit on a GPU.
+// lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor; those whose states have a format are
+// packed.cu's. Bodies and who does what: lamb.cuh. Checked against the CPU thread by thread, and bit by bit on a GPU.
 #include "cuda/lamb.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/packed_launch.cuh"
 
 using dc_gpu::LAMB_LANES;
 
@@ -35,20 +35,20 @@ static int lamb_run(const dc_lamb_args *tensors, int64_t count, int apply, cudaS
   const void *any = nullptr;
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_lamb(&tensors[k], k, apply));
-    if (tensors[k].format != DC_STATE_NEAREST)
-      return CUDA_FAIL(DC_E_UNSUPPORTED, "tensor %lld: states of format %d exist on CPU only", (long long)k,
-                       tensors[k].format);
+    if (dc_lamb_blocks(tensors[k].first, tensors[k].n) > INT32_MAX)
+      return CUDA_FAIL(DC_E_INVALID, "tensor %lld: n = %lld is more than a device can hold", (long long)k,
+                       (long long)tensors[k].n);
     if (!any && tensors[k].n > 0) any = tensors[k].param;
   }
   if (!any) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(any, "param"));
   for (int64_t k = 0; k < count; k++) {
-    if (tensors[k].n == 0) continue;
+    if (tensors[k].n == 0 || tensors[k].format != DC_STATE_NEAREST) continue;
     lamb_launch(tensors[k], apply, stream);
     DC_TRY(launched());
   }
-  return DC_OK;
+  return dc__cuda_packed_lamb(tensors, count, apply, stream);
 }
 
 static int lamb_call(const dc_lamb_args *tensors, int64_t count, int apply, void *stream) {

@@ -26,6 +26,7 @@ DC_GPU float from_lane(float v, int lane) { return __shfl_sync(0xffffffffu, v, l
 DC_GPU uint32_t from_lane(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 DC_GPU uint32_t ballot(bool yes) { return __ballot_sync(0xffffffffu, yes); } // bit l: what lane l says
 DC_GPU int bits_of(uint32_t mask) { return __popc(mask); }
+DC_GPU uint32_t most_of_warp(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); } // the largest v
 
 // 16 bytes from global to shared memory, zeros unless `there`: this thread has them after copies_wait.
 DC_GPU void copy_ahead16(void *to, const void *from, bool there) {

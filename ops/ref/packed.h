@@ -1,5 +1,5 @@
 /* packed.h: states as codes of 8 and 4 bits, and stochastic rounding (dc_state_format), element by element in portable
- * C. The meaning of every code is here; the vector bodies repeat it. */
+ * C. The meaning of every code is here; the vector bodies repeat it, CUDA kernels call it (DC__ANYWHERE). */
 #ifndef DEEPC_OPS_PACKED_H
 #define DEEPC_OPS_PACKED_H
 
@@ -8,9 +8,9 @@
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 enum { DC__BLOCK_MOST = 256 };
 /* Elements that share a scale; DC_STATE_STOCHASTIC has none, and is walked in as many. */
-static inline int64_t dc__state_block(int format) { return format == DC_STATE_4BIT ? 128 : DC__BLOCK_MOST; }
+DC__ANYWHERE int64_t dc__state_block(int format) { return format == DC_STATE_4BIT ? 128 : DC__BLOCK_MOST; }
 /* The block of element i, counted from that of element 0. */
-static inline int64_t dc__state_block_at(int format, int64_t first, int64_t i) {
+DC__ANYWHERE int64_t dc__state_block_at(int format, int64_t first, int64_t i) {
   const int64_t block = dc__state_block(format);
   return (first + i) / block - first / block;
 }
@@ -24,8 +24,8 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
 }
 
 /* How many states a rule has of those that have a format, and what their codes are spread over. */
-static inline int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW || rule == DC__RULE_LAMB ? 2 : 1; }
-static inline int dc__packed_kind(int rule, int state) {
+DC__ANYWHERE int dc__packed_states(int rule) { return rule == DC_RULE_ADAMW || rule == DC__RULE_LAMB ? 2 : 1; }
+DC__ANYWHERE int dc__packed_kind(int rule, int state) {
   return rule == DC_RULE_ADAGRAD || state == 1 ? DC_STATE_SQUARES
          : rule == DC_RULE_SGD                 ? DC_STATE_LINEAR
                                                : DC_STATE_SIGNED;
@@ -43,19 +43,21 @@ static inline float dc__packed_keep(const dc_step_args *t, int state) {
 typedef struct dc__keys {
   uint32_t of[2];
 } dc__keys;
-static const uint32_t dc__weyl[2] = {0x9e3779b1u, 0x85ebca77u};
 
 /* The shifts of a step, for the elements whose number has these upper 32 bits (splitmix64's finaliser: Steele et al.,
  * OOPSLA 2014). */
-static inline dc__keys dc__keys_of(int64_t step, int64_t number) {
+DC__ANYWHERE dc__keys dc__keys_of(int64_t step, int64_t number) {
   uint64_t x = (uint64_t)step * 0x9e3779b97f4a7c15u + ((uint64_t)number >> 32) * 0xd1b54a32d192ed03u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   x ^= x >> 31;
-  return (dc__keys){{(uint32_t)x, (uint32_t)(x >> 32)}};
+  const dc__keys keys = {{(uint32_t)x, (uint32_t)(x >> 32)}};
+  return keys;
 }
 
-static inline uint32_t dc__weyl_of(int state, int bits) { return dc__weyl[state] >> (32 - bits) | 1u; }
+DC__ANYWHERE uint32_t dc__weyl_of(int state, int bits) {
+  return (state ? 0x85ebca77u : 0x9e3779b1u) >> (32 - bits) | 1u;
+}
 
 static inline uint32_t dc__noise(dc__keys k, int state, int bits, uint32_t number) {
   return ((number + k.of[state]) * dc__weyl_of(state, bits)) & ((1u << bits) - 1);
@@ -63,7 +65,7 @@ static inline uint32_t dc__noise(dc__keys k, int state, int bits, uint32_t numbe
 
 enum { DC__BF16_NOISE = 16 }; /* bits that are cut off */
 /* round_to(bf16, f), up with the probability of what is cut off. */
-static inline uint16_t dc__bf16_stochastic(float f, uint32_t noise) {
+DC__ANYWHERE uint16_t dc__bf16_stochastic(float f, uint32_t noise) {
   return (uint16_t)((dc__bits_of_f32(dc__canonical_f32(f)) + noise) >> 16); /* inf, NaN: nothing is cut off */
 }
 
@@ -79,9 +81,11 @@ typedef struct dc__code_map {
 } dc__code_map;
 
 /* kind: dc_state_kind. */
-static inline dc__code_map dc__code_map_of(int format, int kind) {
+DC__ANYWHERE dc__code_map dc__code_map_of(int format, int kind) {
   const int squares = kind == DC_STATE_SQUARES;
-  dc__code_map m = {.bits = format == DC_STATE_8BIT ? 8 : 4, .squares = squares};
+  dc__code_map m;
+  m.bits = format == DC_STATE_8BIT ? 8 : 4;
+  m.squares = squares;
   m.linear = kind == DC_STATE_LINEAR && m.bits == 8;
   m.shift = m.bits == 8 ? 20 : 22;
   m.top = squares ? (1 << m.bits) - 1 : (1 << (m.bits - 1)) - 1;
@@ -97,7 +101,7 @@ static inline dc__code_map dc__state_map(const dc_step_args *t, int state) {
   return dc__code_map_of(t->format, dc__packed_kind(t->rule, state));
 }
 
-static inline float dc__code_value(const dc__code_map *m, int stored) {
+DC__ANYWHERE float dc__code_value(const dc__code_map *m, int stored) {
   const int code = stored + m->offset, size = code < 0 ? -code : code;
   if (m->linear) return (float)code * m->least;
   if (!m->squares && size == 0) return 0.0f;
@@ -106,7 +110,7 @@ static inline float dc__code_value(const dc__code_map *m, int stored) {
 }
 
 /* What is stored for y, |y| <= 1, of squares the least for y < 0; noise: in [0, 2^shift). */
-static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
+DC__ANYWHERE int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
   const uint32_t size = m->squares && y < 0 ? 0 : dc__bits_of_f32(y) & 0x7fffffffu;
   const float f = dc__f32_of_bits(size);
   const uint32_t u = m->squares                  ? (size > m->base ? size : m->base) - m->base
@@ -117,7 +121,7 @@ static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
 }
 
 static inline float dc__code_get(const dc__code_map *m, const void *codes, int64_t i) {
-  const uint8_t *at = codes;
+  const uint8_t *at = (const uint8_t *)codes;
   if (m->bits == 8) return dc__code_value(m, (int8_t)at[i]);
   const int half = (at[i / 2] >> (i % 2 * 4)) & 15;
   return dc__code_value(m, half - (half & 8) * 2);
@@ -131,17 +135,18 @@ typedef struct dc__scaling {
 } dc__scaling;
 
 /* top: the bits of the largest magnitude. */
-static inline dc__scaling dc__scaling_of(uint32_t top) {
+DC__ANYWHERE dc__scaling dc__scaling_of(uint32_t top) {
   const float largest = dc__f32_of_bits(top);
-  if (top >= DC__INF_F32) return (dc__scaling){dc__f32_of_bits(DC__NAN_F32), 0.0f};
-  return largest < DC__TINY_F32 ? (dc__scaling){0.0f, 0.0f} : (dc__scaling){largest, 1.0f / largest};
+  const int bad = top >= DC__INF_F32, none = bad || largest < DC__TINY_F32;
+  const dc__scaling of = {bad ? dc__f32_of_bits(DC__NAN_F32) : none ? 0.0f : largest, none ? 0.0f : 1.0f / largest};
+  return of;
 }
 
 /* The scale and codes of one block, elements [begin, end) of which x[0] is the first; noise: of map->shift bits for
  * each, or NULL to round to nearest. */
 static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scale, const float *x, int64_t begin,
                                  int64_t end, const uint32_t *noise) {
-  uint8_t *at = codes;
+  uint8_t *at = (uint8_t *)codes;
   uint32_t top = 0;
   for (int64_t i = begin; i < end; i++) {
     const uint32_t size = dc__bits_of_f32(x[i - begin]) & 0x7fffffffu;

@@ -17,19 +17,26 @@
 #define DC__NAN_F16 0x7e00u
 #define DC__NAN_F64 0x7ff8000000000000ull
 
-static inline uint32_t dc__bits_of_f32(float f) {
+/* Functions that are alike on the CPU and in CUDA kernels. */
+#if defined(__CUDACC__)
+#define DC__ANYWHERE __host__ __device__ static inline
+#else
+#define DC__ANYWHERE static inline
+#endif
+
+DC__ANYWHERE uint32_t dc__bits_of_f32(float f) {
   uint32_t u;
   memcpy(&u, &f, sizeof u);
   return u;
 }
 
-static inline float dc__f32_of_bits(uint32_t u) {
+DC__ANYWHERE float dc__f32_of_bits(uint32_t u) {
   float f;
   memcpy(&f, &u, sizeof f);
   return f;
 }
 
-static inline float dc__canonical_f32(float f) { return f != f ? dc__f32_of_bits(DC__NAN_F32) : f; }
+DC__ANYWHERE float dc__canonical_f32(float f) { return f != f ? dc__f32_of_bits(DC__NAN_F32) : f; }
 
 static inline double dc__canonical_f64(double d) {
   const uint64_t nan = DC__NAN_F64;

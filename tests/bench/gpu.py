@@ -1,10 +1,12 @@
 """One GPU: optimizer kernels, fused operators, whole training steps and ZeRO-Offload beside their peers, on one
 machine in one run, in turn.
 
-    python tests/bench/gpu.py [--parts adamw loss ops attention train offload] [--rounds 7] [--size 125M] [--batch 16]
-    [--length 1024] [--offload-size 774M]
+    python tests/bench/gpu.py [--parts adamw formats loss ops attention train offload] [--rounds 7] [--size 125M]
+    [--batch 16] [--length 1024] [--offload-size 774M]
 
 adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
+formats  AdamW with states in bf16 with stochastic rounding, 8 and 4 bits, beside torch's fused one with its own states:
+         a whole step, and the kernels alone, whose limit is that of their own bytes.
 loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
 ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
 attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and
@@ -44,7 +46,7 @@ MODELS |= {
     "774M": dict(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
     "1.5B": dict(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
 }
-PARTS = ("adamw", "loss", "ops", "attention", "train", "offload")
+PARTS = ("adamw", "formats", "loss", "ops", "attention", "train", "offload")
 OPS_ROWS = 1 << 16  # so that Python's part of a call is hidden
 HERE = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
 
@@ -104,6 +106,57 @@ def adamw(args: argparse.Namespace) -> None:
             more["of_limit"] = round(28 * count / rate / 1e6 / statistics.median(times["deepc"]), 3)
         tell(f"AdamW, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}", times, list(peers), **more)
         del peers, made, source, copy
+        free()
+
+
+def formats(args: argparse.Namespace) -> None:
+    deepc = require_deepc()
+    from deepc.optim.states.dense import packed_item
+    from deepc.optim.states.formats import ADAMW, BYTES_OF_256, DECOUPLED, MOMENTS, packed_args, run_step
+
+    models = {"124 M": gpt2_shapes(), "774 M": gpt2_shapes(width=1280, layers=36)}
+    for (size, shapes), dtype in itertools.product(models.items(), (torch.float32, torch.bfloat16)):
+
+        def parameters(dtype=dtype, shapes=shapes):
+            torch.manual_seed(0)
+            out = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype) * 0.02) for s in shapes]
+            for p in out:
+                p.grad = torch.randn_like(p)
+            return out
+
+        def kernels(optimizer, form):
+            """The launches of a step, without Python's part."""
+            optimizer.step()  # makes the states
+            given = [p for g in optimizer.param_groups for p in g["params"]]
+            items = [packed_item(optimizer, p, p, p.grad, MOMENTS) for p in given]
+            scalars = (1e-4, 0.9, 0.999, 1e-8, 0.01)
+            args = packed_args(items, ADAMW, form, scalars, 1.0, 2, DECOUPLED)
+            return functools.partial(run_step, args, len(items), given[0].device)
+
+        count = sum(p.numel() for p in parameters())
+        source = torch.empty(count, device="cuda")
+        copy = functools.partial(torch.empty_like(source).copy_, source)
+        fused = torch.optim.AdamW(parameters(), fused=True, **HYPER)
+        for form in ("bf16", "int8", "int4"):
+            mine = deepc.optim.AdamW(parameters(), state_dtype=form, **HYPER)
+            made = {"torch AdamW(fused=True)": fused.step, "deepc": mine.step, "deepc, kernels": kernels(mine, form)}
+            times = queued(made | {"copy": copy}, args.rounds)
+            rate = 8 * count / statistics.median(times.pop("copy")) / 1e6  # GB/s
+            each = 3 * dtype.itemsize + 4 * BYTES_OF_256[form] / 256  # both states are read and written
+            limit = each * count / rate / 1e6
+            figure = f"AdamW, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}, states in {form}"
+            tell(
+                figure,
+                times,
+                ["torch AdamW(fused=True)"],
+                copy_GB_s=round(rate),
+                bytes_each=round(each, 2),
+                of_limit=round(limit / statistics.median(times["deepc"]), 3),
+                kernels_of_limit=round(limit / statistics.median(times["deepc, kernels"]), 3),
+            )
+            del mine, made
+            free()
+        del fused, source, copy
         free()
 
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU against the CPU. Needs a CUDA device, counted as skipped without one; test_simgpu.py runs it on the
+"""The engine on a GPU against the CPU. Needs a CUDA device, counted as skipped without one; test_simgpu.py runs it on a
 device without hardware (tests/simgpu)."""
 
 from __future__ import annotations
@@ -65,6 +65,52 @@ def test_every_kind_of_update_equals_the_cpus(optimizer, offload, precision, sta
     got = on(GPU, stage, precision, offload, optimizer=optimizer)
     for a, b in zip(want[0], got[0]):
         assert math.isclose(a, b, rel_tol=1e-4 if precision == "fp32" else 3e-2)
+
+
+FORMED = [("AdamW", "bf16"), ("AdamW", "int8"), ("AdamW", "int4"), ("Lion", "int8"), ("Adagrad", "int4")]
+FORMED += [("SGD", "int8"), ("Lamb", "bf16"), ("Lamb", "int8"), ("Muon", "bf16"), ("Muon", "int8")]
+
+
+def formed(kind: str, form: str) -> dict:
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    return {"type": kind, "params": {"lr": 1e-3, "state_dtype": form, **more}}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind, form", FORMED)
+def test_states_in_a_format_equal_the_cpus(kind, form, offload, precision, stage):
+    """Random bits are those of an element's place, so that only what gradients differ by is left."""
+    want = on("cpu", stage, precision, optimizer=formed(kind, form))
+    got = on(GPU, stage, precision, offload, optimizer=formed(kind, form))
+    for a, b in zip(want[0], got[0]):
+        assert math.isclose(a, b, rel_tol=1e-3 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("kind, form", FORMED)
+def test_states_in_a_format_lie_on_the_device_and_take_their_memory(kind, form):
+    import deepc
+
+    cfg = tiny.config(2, micro=8, precision="bf16")
+    cfg["optimizer"] = formed(kind, form)
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    engine.backward(engine(x, y))
+    engine.step()
+    for _, _, window in engine.optimizer.owned_states():
+        if form == "bf16":
+            assert window.view.is_cuda and window.view.dtype == torch.bfloat16
+        else:
+            piece = window.array.pieces[window.begin]
+            assert piece.codes.is_cuda and piece.scale.is_cuda
+            assert piece.codes.numel() == (window.length if form == "int8" else (window.length + 1) // 2)
+    p = engine.module.ln.weight
+    name = next(iter(deepc.view(p).state))
+    value = torch.full_like(p, 0.5, dtype=torch.float32)
+    deepc.view(p).state[name] = value
+    assert torch.equal(deepc.view(p).state[name].to(value.device), value)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -368,3 +414,37 @@ def test_what_cannot_be_divided_says_so(tmp_path):
     cfg["zero_optimization"]["offload_optimizer"].update({"device": "nvme", "nvme_path": str(tmp_path)})
     with pytest.raises(UnsupportedError, match="with states on disk"):
         deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_checkpoint_of_a_format_between_cpu_and_gpu(tmp_path, form):
+    import deepc
+
+    def engine_of(device: str, stage: int, state_dtype: str):
+        cfg = tiny.config(stage, micro=8, precision="bf16")
+        cfg["optimizer"] = formed("AdamW", state_dtype)
+        return deepc.initialize(model=tiny.make_model(), config=cfg, device=device)[0]
+
+    def states(engine) -> dict[str, torch.Tensor]:
+        named = list(engine.module.named_parameters())
+        return {f"{n}/{s}": deepc.view(p).state[s].cpu() for n, p in named for s in ("exp_avg", "exp_avg_sq")}
+
+    engine = engine_of(GPU, 2, form)
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    want = states(engine)
+    engine.destroy()
+    for device, stage, other in ((GPU, 3, form), ("cpu", 1, form), (GPU, 0, "fp32"), (GPU, 1, "int8")):
+        loaded = engine_of(device, stage, other)
+        loaded.load_checkpoint(tmp_path)
+        for name, value in states(loaded).items():
+            if other in (form, "fp32"):  # exactly, as there is room
+                assert torch.equal(value, want[name]), (device, stage, name)
+            else:
+                assert torch.allclose(value, want[name], rtol=0.07, atol=float(want[name].abs().max()) * 2e-3), name
+        x, y = (t.to(device) for t in tiny.make_batch(1))
+        loaded.backward(loaded(x, y))
+        loaded.step()
+        loaded.destroy()

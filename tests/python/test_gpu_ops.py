@@ -3,6 +3,7 @@ included; attention's to rounding."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import deepc
@@ -356,6 +357,135 @@ def test_lamb(dtype, special):
         assert_same_bits(q.detach(), p.detach(), f"parameter of {p.numel()} elements")
         for name in ("exp_avg", "exp_avg_sq"):
             assert_same_bits(pairs[1].state[q][name], pairs[0].state[p][name], f"{name} of {p.numel()} elements")
+
+
+# ---- states in a format ----------------------------------------------------------------------------------------------
+FORMS = ["bf16", "int8", "int4"]
+FORMED = {
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "Adam": {"lr": 0.01, "weight_decay": 0.1, "maximize": True},
+    "Lion": {"lr": 0.002, "weight_decay": 0.1},
+    "SGD": {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.2},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.25},
+    "Lamb": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
+}
+FORMED_SIZES = [*SIZES[:-1], *(100 + k for k in range(40))]  # more tensors than one launch takes
+
+
+def formed_pair(kind: str, form: str, dtype: torch.dtype, sizes: list[int], shapes: tuple = ()) -> tuple:
+    """(parameters on the CPU, the same on the device, the optimizers of both)."""
+    cpu = [torch.nn.Parameter(make(n, dtype, n, special=False, shift=n % 2)) for n in sizes]
+    cpu += [torch.nn.Parameter(make(a * b, dtype, a, special=False).view(a, b)) for a, b in shapes]
+    gpu = [torch.nn.Parameter(to_gpu(p.detach().view(-1)).view(p.shape)) for p in cpu]
+    made = [getattr(deepc.optim, kind)(q, state_dtype=form, **FORMED.get(kind, {})) for q in (cpu, gpu)]
+    return cpu, gpu, made
+
+
+def formed_step(cpu: list, gpu: list, optimizers: list, seed: int, special: bool = False) -> None:
+    for k, (p, q) in enumerate(zip(cpu, gpu)):
+        p.grad = make(p.numel(), p.dtype, 1000 * seed + k, special=special).view(p.shape)
+        q.grad = p.grad.to(DEVICE)
+    for opt in optimizers:
+        opt.step()
+
+
+def assert_same_states(gpu: torch.optim.Optimizer, cpu: torch.optim.Optimizer) -> None:
+    pairs = zip((p for g in cpu.param_groups for p in g["params"]), (p for g in gpu.param_groups for p in g["params"]))
+    for p, q in pairs:
+        assert cpu.state[p].keys() == gpu.state[q].keys()
+        for name, mine in cpu.state[p].items():
+            if name != "step":
+                assert gpu.state[q][name].is_cuda
+                assert_same_bits(gpu.state[q][name].view(-1), mine.view(-1), f"{name} of {p.numel()} elements")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", FORMED)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_states_in_a_format(dtype, kind, form):
+    cpu, gpu, pair = formed_pair(kind, form, dtype, FORMED_SIZES)
+    for step in range(5):
+        formed_step(cpu, gpu, pair, step, special=step == 3)
+    for p, q in zip(cpu, gpu):
+        assert_same_bits(q.detach(), p.detach(), f"parameter of {p.numel()} elements")
+    assert_same_states(pair[1], pair[0])
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_muons_states_in_a_format(form):
+    """Momentum follows from gradients alone; the matrices themselves are products of torch's."""
+    cpu, gpu, pair = formed_pair("Muon", form, torch.float32, [5, 1000], shapes=((96, 130), (33, 7)))
+    for step in range(4):
+        formed_step(cpu, gpu, pair, step)
+    assert_same_states(pair[1], pair[0])
+    for p, q in zip(cpu[:2], gpu[:2]):
+        assert_same_bits(q.detach(), p.detach(), f"parameter of {p.numel()} elements")
+
+
+@pytest.mark.parametrize("form", [None, "fp32", *FORMS])
+@pytest.mark.parametrize("kind", ["AdamW", "Lamb"])
+def test_states_load_into_another_format(kind, form):
+    cpu, gpu, pair = formed_pair(kind, "int8", torch.float32, [1, 1000, 4097])
+    for step in range(3):
+        formed_step(cpu, gpu, pair, step)
+    others = [getattr(deepc.optim, kind)(params, state_dtype=form, **FORMED[kind]) for params in (cpu, gpu)]
+    for other, opt in zip(others, pair):
+        other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert_same_states(others[1], others[0])
+    others[1].load_state_dict(copy.deepcopy(pair[0].state_dict()))  # from the CPU
+    assert_same_states(others[1], others[0])
+    formed_step(cpu, gpu, others, 9)
+    assert_same_states(others[1], others[0])
+
+
+def test_one_call_steps_tensors_of_many_rules_and_formats():
+    from deepc.core.lib import C, StepArgs, call_cuda, check
+    from deepc.core.ops import code
+    from deepc.optim.states.formats import make_state
+
+    names = [None, "bf16", "int8", "int4"]
+
+    def arrays(k: int) -> list[torch.Tensor]:
+        n, form = 37 * k % 700, names[k // 4 % 4]
+        out = [make(n, torch.float32, k + s, special=False) for s in range(2)]
+        for _ in range(2 if k % 4 == 0 else 1):
+            out += list(make_state(n, form, 64 * (k % 5))) if k // 4 % 4 > 1 else []
+            out += [torch.zeros(n, dtype=torch.bfloat16 if form else torch.float32)] if k // 4 % 4 <= 1 else []
+        return [*out, torch.zeros(n, dtype=torch.bfloat16)]
+
+    def aimed(all_of: list[list[torch.Tensor]]) -> object:
+        args = StepArgs.array(len(all_of))
+        for k, (a, of) in enumerate(zip(args, all_of)):
+            a.param, a.grad, a.lowp, a.n = (*(of[i].data_ptr() for i in (0, 1, -1)), of[0].numel())
+            states, step = of[2:-1], 2 if k // 4 % 4 > 1 else 1
+            for s, at in enumerate(range(0, len(states), step)):
+                a.state[s] = states[at].data_ptr()
+                if step == 2:
+                    a.scale[s] = states[at + 1].data_ptr()
+            a.rule, a.format, a.first, a.step = k % 4, k // 4 % 4, 64 * (k % 5), 3
+            a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale = 0.01, 0.9, 0.99, 1e-8, 0.1, 1.0
+            a.param_dtype = a.grad_dtype = code(torch.float32)
+            a.state_dtype, a.lowp_dtype = code(torch.bfloat16 if a.format else torch.float32), code(torch.bfloat16)
+        return args
+
+    cpu = [arrays(k) for k in range(160)]
+    gpu = [[to_gpu(x) for x in of] for of in cpu]
+    check(C.dc_step(aimed(cpu), len(cpu)))
+    call_cuda("dc_cuda_step", aimed(gpu), len(gpu), torch.cuda.current_stream().cuda_stream)
+    for k, (mine, theirs) in enumerate(zip(gpu, cpu)):
+        for i, (x, y) in enumerate(zip(mine, theirs)):
+            assert_same_bits(x, y, f"array {i} of tensor {k}")
+
+
+def test_states_that_stay_behind_are_an_error():
+    p = torch.nn.Parameter(torch.zeros(8))
+    opt = deepc.optim.AdamW([p], state_dtype="int8")
+    p.grad = torch.ones(8)
+    opt.step()
+    p.data = p.data.to(DEVICE)
+    p.grad = torch.ones(8, device=DEVICE)
+    with pytest.raises(deepc.errors.ArgumentError, match="its states are on cpu"):
+        opt.step()
 
 
 def test_lamb_refuses_with_the_cuda_librarys_text():

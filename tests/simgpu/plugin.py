@@ -22,6 +22,7 @@ import torch
 
 NAME = "simgpu"
 _HERE = Path(__file__).parent
+_PRIVATE = 20  # c10::DeviceType::PrivateUse1
 
 
 def _build() -> Any:
@@ -38,19 +39,21 @@ def _build() -> Any:
     )
 
 
-class Stream:
-    """id: 0 is the default stream."""
+class Stream(torch.Stream):
+    """stream_id: 0 is the default stream."""
 
     _ids = itertools.count(1)
 
-    def __init__(self, device: Any = None, priority: int = 0, of: int | None = None) -> None:
-        self.id = next(self._ids) if of is None else of
-        self.device, self.cuda_stream = torch.device(NAME, 0), self.id
-        # what Tensor.record_stream takes
-        self.stream_id, self.device_index, self.device_type = self.id, 0, 20
+    def __new__(cls, device: Any = None, priority: int = 0, of: int | None = None) -> Stream:
+        number = next(cls._ids) if of is None else of
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=_PRIVATE)  # type: ignore[call-overload]
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
 
     def wait_stream(self, other: Stream) -> None:
-        core.drain(other.id)
+        core.drain(other.stream_id)
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
@@ -61,7 +64,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        core.drain(self.id)
+        core.drain(self.stream_id)
 
 
 class Event:
@@ -69,7 +72,7 @@ class Event:
         self._stream, self._mark, self._time = 0, 0, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = core.current() if stream is None else stream.id
+        self._stream = core.current() if stream is None else stream.stream_id
         self._mark, self._time = core.mark(self._stream), time.perf_counter()
 
     def synchronize(self) -> None:
@@ -103,7 +106,7 @@ class _Runtime:
 @contextlib.contextmanager
 def _on(stream: Stream) -> Iterator[None]:
     before = core.current()
-    core.set_current(stream.id)
+    core.set_current(stream.stream_id)
     try:
         yield
     finally:
@@ -139,6 +142,17 @@ def _module() -> types.ModuleType:
     return m
 
 
+# What calls libdeepc_cuda.so gets the CPU's function, whose bits that has, when the stream is through.
+_CALLS = """
+
+def call_cuda(name, *args):
+    import plugin
+
+    plugin.core.drain(args[-1])
+    call(name.replace("dc_cuda_", "dc_"), *args[:-1])
+"""
+
+
 class _Renamed(importlib.machinery.SourceFileLoader):
     """Reads deepc's modules with this device in the place of CUDA's."""
 
@@ -149,6 +163,8 @@ class _Renamed(importlib.machinery.SourceFileLoader):
         text = bytes(data).decode()
         for old, new in (("torch.cuda", f"torch.{NAME}"), ('"cuda"', f'"{NAME}"')):
             text = text.replace(old, new)
+        if self.name == "deepc.core.lib":
+            text += _CALLS
         return super().source_to_code(text.encode(), path)
 
 

@@ -1186,7 +1186,7 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
             "str",
             None,
             "How moments are stored: fp32, bf16 with stochastic rounding, int8 or int4 codes with a scale for each"
-            " block (docs/optimizers.md). CPU ranks.",
+            " block (docs/optimizers.md).",
             choices=("fp32", "bf16", "int8", "int4"),
         ),
         _inert("set_grad_none", "bool", True, "Free gradients.", "gradients are always freed after their reduction"),

@@ -790,6 +790,7 @@ def call(name: str, *args: Any) -> None:
 # Of ops/cuda/cuda_ops.h; the last argument is a stream.
 _CUDA_PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_cuda_last_error": (c_char_p,),
+    "dc_cuda_step": (c_int, _P(StepArgs), c_int64, c_void_p),
     "dc_cuda_lamb_moments": (c_int, _P(LambArgs), c_int64, c_void_p),
     "dc_cuda_lamb_apply": (c_int, _P(LambArgs), c_int64, c_void_p),
 }

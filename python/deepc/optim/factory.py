@@ -188,11 +188,6 @@ def check_format(
             f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from memory. Remove the"
             " offload, or use another optimizer"
         )
-    if form and device != "cpu":
-        raise UnsupportedError(
-            f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
-            " Remove one of the two"
-        )
     if form and rule is not None and rule.kind == MUON and on_disk:
         raise UnsupportedError(
             f'{type(optimizer).__name__} with optimizer.params.state_dtype "{form}" and {where} does not exist. Remove'

@@ -241,12 +241,9 @@ class _Access:
 
     @torch.no_grad()
     def _mine(self, pieces: _Pieces) -> torch.Tensor:
-        parts = [pieces(s).read().to(self.engine.state.state_device) for s in self.mine]
-        return (
-            torch.cat(parts).float()
-            if parts
-            else torch.empty(0, dtype=torch.float32, device=self.engine.state.state_device)
-        )
+        device = self.engine.state.state_device
+        parts = [pieces(s).read().to(device) for s in self.mine]  # codes are read on the CPU
+        return torch.cat(parts).float() if parts else torch.empty(0, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def _put(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:

@@ -40,7 +40,7 @@ def new_states(
     """Makes the zeroed states of `p` in a format, or in `dtype` where that is ""."""
     for color, name in enumerate(names, start=2):
         if is_coded(form):
-            state[name], state[name + SCALE] = make_state(p.numel(), form)
+            state[name], state[name + SCALE] = make_state(p.numel(), form, device=p.device)
         else:
             state[name] = zeros_for(p, torch.bfloat16 if form else dtype, color)
 
@@ -52,6 +52,12 @@ def packed_item(
     state = optimizer.state[p]
     scales = [state[n + SCALE] for n in names if n + SCALE in state]
     states = [state[n] if scales else state_in_order(state, n, p) for n in names]
+    for s in (*states, *scales):
+        if s.device != p.device:
+            raise ArgumentError(
+                f"a parameter is on {p.device} and its states are on {s.device}: move the model before the first step,"
+                " or load the optimizer's state_dict again"
+            )
     return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
 
 

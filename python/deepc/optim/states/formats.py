@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...core.dtypes import STATE_FORMATS, UNIT
-from ...core.lib import C, StepArgs, call, check
+from ...core.lib import StepArgs, call, call_cuda
 from ...core.ops import code, torch_dtype
 from ...errors import ArgumentError, UnsupportedError
 
@@ -64,16 +64,20 @@ def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
     return places[id(p)] * APART
 
 
-def make_state(numel: int, state_dtype: str, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of `numel` zeros, whose first has the number `first`."""
+def make_state(
+    numel: int, state_dtype: str, first: int = 0, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of `numel` zeros, whose first has the number `first`; device: None for the CPU."""
     size, scales = ctypes.c_int64(), ctypes.c_int64()
     call("dc_state_sizes", FORMATS[state_dtype], first, numel, ctypes.byref(size), ctypes.byref(scales))
-    return torch.zeros(size.value, dtype=torch.uint8), torch.zeros(scales.value)
+    where = device or torch.device("cpu")
+    return torch.zeros(size.value, dtype=torch.uint8, device=where), torch.zeros(scales.value, device=where)
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:
-    """The numbers of state `name`, exactly, in fp32 [numel]."""
+    """The numbers of state `name`, exactly, in fp32 [numel] on the CPU, wherever its codes are."""
     out = torch.empty(numel)
+    codes, scale = codes.cpu(), scale.cpu()
     kind, form = _KINDS.get(name, 0), FORMATS[state_dtype]
     call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, kind, first, numel)
     return out
@@ -82,7 +86,13 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: st
 def pack(
     codes: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, state_dtype: str, name: str, first: int
 ) -> None:
-    """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was."""
+    """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was. Made on the CPU."""
+    if codes.device.type != "cpu":
+        made = torch.empty_like(codes, device="cpu"), torch.empty_like(scale, device="cpu")
+        pack(*made, values, state_dtype, name, first)
+        codes.copy_(made[0])
+        scale.copy_(made[1])
+        return
     values = values.reshape(-1).to(device="cpu", dtype=torch.float32).contiguous()
     kind, form = _KINDS.get(name, 0), FORMATS[state_dtype]
     call("dc_state_pack", codes.data_ptr(), scale.data_ptr(), values.data_ptr(), form, kind, first, values.numel())
@@ -92,9 +102,10 @@ def check_place(p: torch.Tensor, state_dtype: str) -> None:
     """UnsupportedError where a parameter can't have such states; "" can be anywhere."""
     if not state_dtype:
         return
-    if p.device.type != "cpu":
+    if p.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"state_dtype={state_dtype!r} exists on the CPU only, and a parameter is on {p.device}; leave it out there"
+            f"state_dtype={state_dtype!r} has kernels for CPU and CUDA, and a parameter is on {p.device}; leave it out"
+            " there"
         )
     if is_coded(state_dtype) and not p.is_contiguous():
         raise UnsupportedError(
@@ -103,18 +114,17 @@ def check_place(p: torch.Tensor, state_dtype: str) -> None:
         )
 
 
-def step_packed(
+def packed_args(
     items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
     rule: int,
     state_dtype: str,
-    scalars: Iterable[float],
+    scalars: Sequence[float],
     grad_scale: float,
     step: int,
     flags: int,
     copies: Sequence[torch.Tensor] = (),
-) -> None:
-    """One dc_step over items of (parameter, gradient, states, scales, number of its first element), all dense and in
-    one order; scalars: lr, beta1, beta2, eps, weight_decay; copies: get the parameters, rounded."""
+) -> Any:
+    """The arguments of dc_step that step_packed makes, of items on one device."""
     args = StepArgs.array(max(1, len(items)))
     for a, (p, g, states, scales, first) in zip(args, items):
         a.param, a.grad, a.n = p.data_ptr(), g.data_ptr(), p.numel()
@@ -128,7 +138,34 @@ def step_packed(
         a.format, a.first = FORMATS[state_dtype], first
     for a, copy in zip(args, copies):
         a.lowp, a.lowp_dtype = copy.data_ptr(), code(copy.dtype)
-    check(C.dc_step(args, len(items)))
+    return args
+
+
+def run_step(args: Any, count: int, device: torch.device) -> None:
+    """dc_step of `count` tensors on `device`; of CUDA's, on the current stream."""
+    if device.type == "cuda":
+        call_cuda("dc_cuda_step", args, count, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        call("dc_step", args, count)
+
+
+def step_packed(
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
+    rule: int,
+    state_dtype: str,
+    scalars: Sequence[float],
+    grad_scale: float,
+    step: int,
+    flags: int,
+    copies: Sequence[torch.Tensor] = (),
+) -> None:
+    """One step of items of (parameter, gradient, states, scales, number of its first element), all dense and in one
+    order, each on one device; scalars: lr, beta1, beta2, eps, weight_decay; copies: get the parameters, rounded."""
+    for device in dict.fromkeys(p.device for p, *_ in items):
+        here = [i for i, (p, *_) in enumerate(items) if p.device == device]
+        copied = [copies[i] for i in here] if copies else ()
+        args = packed_args([items[i] for i in here], rule, state_dtype, scalars, grad_scale, step, flags, copied)
+        run_step(args, len(here), device)
 
 
 def step_momentum(
@@ -165,12 +202,12 @@ def take_states(
             scale = theirs.get(name + SCALE)
             if scale is not None:
                 form = "int8" if value.numel() == p.numel() else "int4"
-                value = unpack(value.cpu(), scale.cpu(), p.numel(), form, name, 0).view(p.shape)
+                value = unpack(value, scale, p.numel(), form, name, 0).view(p.shape)
             mine = optimizer.state[p]
             mine.pop(name + SCALE, None)
             if state_dtype is not None and is_coded(state_dtype):
                 check_place(p, state_dtype)
-                mine[name], mine[name + SCALE] = make_state(p.numel(), state_dtype)
+                mine[name], mine[name + SCALE] = make_state(p.numel(), state_dtype, device=p.device)
                 pack(mine[name], mine[name + SCALE], value, state_dtype, name, 0)
             else:
                 dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(state_dtype or "", p.dtype)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from ...core.lib import C, StepArgs, check
+from ...core.lib import StepArgs
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
@@ -32,7 +32,7 @@ from ...optim.factory import (
 )
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
-from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded
+from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded, run_step
 from ...plan.layout import Segment
 from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
@@ -260,11 +260,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
             self._numbers = [(s.shard_begin, stretch_of(st.plan.layout, s).first) for s in segments]
-        if st.state_device.type != "cpu" or not self._passes.in_memory:
+        if not self._passes.in_memory:
             return  # a cell's arguments are made when it is there
         if self._core.form:
             self._aim_formed()
             return
+        if st.state_device.type != "cpu":
+            return  # _update_device takes tensors
         arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
         for a, run in zip(self._args, self._runs):
@@ -380,10 +382,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self._unfinished_at(grad_scale):
                 self._across.update(grad_scale, self._steps)
             self._to_device()
-        elif self._ratios is not None or self._state.state_device.type == "cpu":
+        elif self._ratios is not None or self._core.form or self._state.state_device.type == "cpu":
             if self._device_runs:
                 self._update_device(grad_scale, self._device_runs)
-            self._update_host(grad_scale)
+            self._update_addressed(grad_scale)
         else:
             self._update_device(grad_scale, self._runs)
 
@@ -396,7 +398,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._across.finish()
             self._to_device()
         else:
-            self._update_host(self._unfinished)
+            self._update_addressed(self._unfinished)
         self._unfinished = None
 
     @contextlib.contextmanager
@@ -420,7 +422,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._passes is not None:
             self._passes.forget()
 
-    def _update_host(self, grad_scale: float) -> None:
+    def _update_addressed(self, grad_scale: float) -> None:
+        """What is stepped by addresses: all of the host's, and on a device what torch's operators don't take."""
         with self._unfinished_at(grad_scale):
             if self._ratios is not None:
                 self._ratios.update(grad_scale, self._steps)
@@ -476,7 +479,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for a, run in zip(args, runs):
             (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[run.group]
             a.step = self._steps
-        check(C.dc_step(args, len(runs)))
+        run_step(args, len(runs), self._state.state_device)
 
     def _update_cells(self, passes: Passes, groups: Sequence[tuple[Scalars, float]]) -> None:
         """The same where something lies on disk. The update of an element depends on that element alone, so it may be

@@ -14,8 +14,8 @@ from ...optim.states.formats import SCALE, make_state, pack, scale_units, unpack
 
 
 class CodedPiece(NamedTuple):
-    """The codes of one parameter's stretch. first: the number of its first element in the flat space of all ranks, so
-    that blocks and random bits do not depend on the layout."""
+    """The codes of one parameter's stretch, where the states are. first: the number of its first element in the flat
+    space of all ranks, so that blocks and random bits do not depend on the layout."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -76,12 +76,12 @@ class Coded(_Codes):
         """codes: makes the zeroed bytes of all pieces."""
         self._name, self._form, self._numel = name, form, numel
         sizes = {begin: make_state(length, form, first) for begin, length, first in stretches}
-        whole = codes(sum((c.numel() + 63) // 64 * 64 for c, _ in sizes.values()))
+        whole = codes(sum((c.numel() + 63) // 64 * 64 for c, _ in sizes.values()))  # its device is the scales' too
         self.pieces: dict[int, CodedPiece] = {}
         at = 0
         for begin, length, first in stretches:
             one, scale = sizes[begin]
-            self.pieces[begin] = CodedPiece(whole[at : at + one.numel()], scale, length, first)
+            self.pieces[begin] = CodedPiece(whole[at : at + one.numel()], scale.to(whole.device), length, first)
             at += (one.numel() + 63) // 64 * 64
 
     def __len__(self) -> int:

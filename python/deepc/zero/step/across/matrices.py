@@ -168,7 +168,7 @@ class MatrixUpdate(AcrossUpdate):
                 continue
             nesterov = bool(group["nesterov"])
             if self._form:
-                ahead = [torch.zeros(s.length) for s in segments]
+                ahead = [torch.zeros(s.length, device=self._state.state_device) for s in segments]
                 items = [self._item(s, m, g, ("momentum_buffer",)) for s, m, g in zip(segments, ahead, grads)]
                 step_momentum(items, self._form, float(group["momentum"]), grad_scale, step)
             else:
