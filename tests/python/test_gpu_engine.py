@@ -8,7 +8,7 @@ import math
 import pytest
 import tiny
 import torch
-from gpus import GPU, gpu
+from gpus import GPU, gpu, is_locked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu.is_available(), reason="no CUDA device")]
 
@@ -100,10 +100,10 @@ def test_states_in_a_format_lie_on_the_device_and_take_their_memory(kind, form):
     engine.step()
     for _, _, window in engine.optimizer.owned_states():
         if form == "bf16":
-            assert window.view.is_cuda and window.view.dtype == torch.bfloat16
+            assert window.view.device.type == GPU and window.view.dtype == torch.bfloat16
         else:
             piece = window.array.pieces[window.begin]
-            assert piece.codes.is_cuda and piece.scale.is_cuda
+            assert piece.codes.device.type == piece.scale.device.type == GPU
             assert piece.codes.numel() == (window.length if form == "int8" else (window.length + 1) // 2)
     p = engine.module.ln.weight
     name = next(iter(deepc.view(p).state))
@@ -127,7 +127,7 @@ def test_offloaded_gradients_and_parameters_are_in_locked_memory():
     cfg = tiny.config(2, micro=8, precision="bf16")
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
-    assert engine.state.acc.is_pinned() and engine.state.flat_host.is_pinned()
+    assert is_locked(engine.state.acc) and is_locked(engine.state.flat_host)
     engine.destroy()
 
 
@@ -187,7 +187,8 @@ def train(cfg: dict, steps: int = 4, model=None, device: str = GPU):
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    return losses, {n: engine.full_fp32_param(p).cpu() for n, p in engine.module.named_parameters()}, engine
+    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    return losses, {n: engine.full_fp32_param(p).cpu() for n, p in trained}, engine
 
 
 def close(a, b, rel: float = 1e-4) -> None:
@@ -224,7 +225,7 @@ def test_states_on_disk_at_stages_1_and_2(stage, tmp_path):
 
 
 @pytest.mark.parametrize("place", list(PLACES))
-@pytest.mark.parametrize("optimizer", [*KINDS, {"type": "Adafactor", "params": {"lr": 1e-3}}], ids=lambda o: o["type"])
+@pytest.mark.parametrize("optimizer", KINDS, ids=lambda o: o["type"])
 def test_every_kind_of_update_off_the_device(optimizer, place, tmp_path):
     offloaded = tiny.config(3, micro=8, precision="bf16")
     offloaded["optimizer"] = optimizer
@@ -261,7 +262,7 @@ def test_evaluation_checkpoints_and_writes_off_the_device(place, tmp_path):
     engine.save_checkpoint(tmp_path / "saved")
     whole = {n: t.detach().float().cpu() for n, t in engine.module_state_dict().items()}
     name, p = next((n, p) for n, p in engine.module.named_parameters() if n.endswith("up.weight"))
-    with deepc.zero.GatheredParameters([p], modifier_rank=0):
+    with torch.no_grad(), deepc.zero.GatheredParameters([p], modifier_rank=0):
         assert torch.equal(p.detach().float().cpu(), whole[name])
         p.mul_(2.0)
     with torch.no_grad():

@@ -1,5 +1,6 @@
-// device.cpp: a device for torch that has no hardware: a PrivateUse1 backend whose memory is the host's, which nobody
-// but its own kernels may touch. With it the engine's paths for GPUs run where there is none (plugin.py).
+// device.cpp: a device for torch that has no hardware, whose memory is the host's, which nobody but its own kernels may
+// touch. With it the engine's paths for GPUs run where there is none (plugin.py). It is torch's device type "mtia", of
+// which torch itself has a name, a dispatch key and hooks: modules move to it in place, as they do to CUDA.
 //
 // It is as late as a GPU may be: a copy with non_blocking=True between a device and locked host memory stays in its
 // stream until something waits for the stream or one of its events, or another operation of that stream comes. So a
@@ -10,7 +11,7 @@
 #include <torch/extension.h>
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/detail/MTIAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -26,7 +27,7 @@
 
 namespace {
 
-constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr auto kDevice = c10::DeviceType::MTIA;
 std::recursive_mutex lock;
 using Held = std::lock_guard<std::recursive_mutex>;
 
@@ -92,20 +93,26 @@ bool is_locked(const void *p) {
   return at != locked.begin() && (uintptr_t)p < (--at)->first + at->second;
 }
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+} // namespace
+namespace at {
+struct MTIAHooks final : at::MTIAHooksInterface {
+  explicit MTIAHooks(at::MTIAHooksArgs = {}) {}
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getDeviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool hasMTIA() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void *p) const override { return is_locked(p); }
   c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  void resizePrivateUse1Bytes(const c10::Storage &storage, size_t n) const override {
-    c10::StorageImpl *s = storage.unsafeGetStorageImpl();
-    c10::DataPtr fresh = memory.allocate(n);
-    if (n && s->nbytes()) memcpy(fresh.get(), s->data(), std::min(n, s->nbytes()));
-    s->set_data_ptr_noswap(std::move(fresh));
-    s->set_nbytes(n);
-  }
 };
+REGISTER_MTIA_HOOKS(MTIAHooks)
+} // namespace at
+namespace {
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   c10::Device exchangeDevice(c10::Device) const override { return c10::Device(kDevice, 0); }
@@ -114,8 +121,12 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, 0));
   }
   c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
+  // Those of autograd, between operations that run in order anyway.
+  void record(void **, const c10::Stream &, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void *, const c10::Stream &) const override {}
+  bool queryEvent(void *) const override { return true; }
 };
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+C10_REGISTER_GUARD_IMPL(MTIA, Guard)
 
 // ---- kernels ---------------------------------------------------------------------------------------------------------
 // The same memory as a tensor of the CPU.
@@ -151,19 +162,24 @@ at::Tensor copy_from_and_resize(const at::Tensor &from, const at::Tensor &to) {
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::MTIA),
                                    c10::dtype_or_default(dtype), format);
 }
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::MTIA),
                                            c10::dtype_or_default(dtype));
 }
 const at::Tensor &resize(const at::Tensor &self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   at::TensorImpl *t = self.unsafeGetTensorImpl();
   t->set_sizes_contiguous(size);
   const size_t need = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
-  if (need > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), need);
+  c10::StorageImpl *s = self.storage().unsafeGetStorageImpl();
+  if (need <= s->nbytes()) return self;
+  c10::DataPtr fresh = memory.allocate(need);
+  if (s->nbytes()) memcpy(fresh.get(), s->data(), s->nbytes());
+  s->set_data_ptr_noswap(std::move(fresh));
+  s->set_nbytes(need);
   return self;
 }
 at::Tensor &set_storage(at::Tensor &self, at::Storage source, int64_t offset, at::IntArrayRef size,
@@ -174,6 +190,10 @@ at::Tensor &set_storage(at::Tensor &self, at::Storage source, int64_t offset, at
   if (stride.empty()) t->set_sizes_contiguous(size);
   else t->set_sizes_and_strides(size, stride);
   return self;
+}
+at::Tensor &set_whole(at::Tensor &self, at::Storage source) {
+  const int64_t n = (int64_t)source.nbytes() / (int64_t)self.itemsize();
+  return set_storage(self, source, 0, {n}, {1});
 }
 at::Scalar scalar_of(const at::Tensor &self) {
   drain(current);
@@ -218,7 +238,7 @@ void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) each((*stack)[i], given);
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, MTIA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
@@ -226,17 +246,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &scalar_of);
   m.impl("record_stream", &record_stream);
 }
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, MTIA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  m.attr("kind") = (int)kDevice;
+  m.def("is_locked", [](uintptr_t p) { return is_locked((void *)p); });
   m.def("reach", &reach, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("drain", &drain, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("mark", &mark);

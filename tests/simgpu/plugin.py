@@ -1,4 +1,4 @@
-"""A pytest plugin, and a module for other programs: a GPU without hardware. Under it `torch.simgpu` stands where torch
+"""A pytest plugin, and a module for other programs: a GPU without hardware. Under it `torch.mtia` stands where torch
 has `torch.cuda`, device.cpp behind it, and deepc is imported with the one name in the place of the other, so that what
 the engine does for a GPU runs on any machine: `python -m pytest -p plugin test_gpu_engine.py` with this folder on
 PYTHONPATH. What its kernels compute there is not shown by this: operators run on the CPU."""
@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-NAME = "simgpu"
+NAME = "mtia"
 _HERE = Path(__file__).parent
-_PRIVATE = 20  # c10::DeviceType::PrivateUse1
 
 
 def _build() -> Any:
@@ -46,7 +45,7 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, of: int | None = None) -> Stream:
         number = next(cls._ids) if of is None else of
-        return super().__new__(cls, stream_id=number, device_index=0, device_type=_PRIVATE)  # type: ignore[call-overload]
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=core.kind)  # type: ignore[call-overload]
 
     @property
     def cuda_stream(self) -> int:
@@ -119,10 +118,10 @@ def _module() -> types.ModuleType:
     m.current_stream = lambda device=None: Stream(of=core.current())
     m.default_stream = lambda device=None: Stream(of=0)
     m.synchronize = lambda device=None: core.drain(core.current())
-    m.is_available = m.is_initialized = lambda: True
-    m.init = m.empty_cache = lambda: None
+    m.is_available = m.is_initialized = m._is_compiled = lambda: True
+    m.init = m._lazy_init = m.empty_cache = lambda: None
     m.device_count, m.current_device = (lambda: 1), (lambda: 0)
-    m.set_device = lambda device: None
+    m.set_device, m.device = (lambda device: None), (lambda device: contextlib.nullcontext())
     m._is_in_bad_fork = lambda: False
     m.manual_seed = m.manual_seed_all = lambda seed: None
     m.get_rng_state_all, m.set_rng_state_all = (list), (lambda states: None)
@@ -138,6 +137,7 @@ def _module() -> types.ModuleType:
     m.reset_peak_memory_stats = lambda device=None: core.reset_most()
     m.cudart = lambda: _Runtime
     m._lazy_call = lambda function: function()
+    m.is_locked = lambda tensor: core.is_locked(tensor.data_ptr())
     m.late_copies = lambda: core.late()
     return m
 
@@ -181,9 +181,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Before deepc is imported."""
     assert "deepc" not in sys.modules, "the device comes too late"
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _module())
-    torch.utils.generate_methods_for_privateuse1_backend()
+    for name, value in vars(_module()).items():
+        if not name.startswith("__"):
+            setattr(torch.mtia, name, value)  # what else torch looks for there stays
     sys.meta_path.insert(0, _Finder())
 
 
