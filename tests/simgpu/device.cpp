@@ -31,7 +31,8 @@ constexpr auto kDevice = c10::DeviceType::MTIA;
 std::recursive_mutex lock;
 using Held = std::lock_guard<std::recursive_mutex>;
 
-// ---- streams ---------------------------------------------------------------------------------------------------------
+// ---- streams
+// ---------------------------------------------------------------------------------------------------------
 struct Queue {
   std::deque<std::function<void()>> waiting;
   int64_t begun = 0, told = 0; // operations that have run; that were told to run
@@ -56,7 +57,8 @@ int64_t mark(int64_t stream) {
 }
 void drain(int64_t stream) { reach(stream, mark(stream)); }
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
+// ---- memory
+// ----------------------------------------------------------------------------------------------------------
 std::map<void *, size_t> blocks;
 size_t allocated = 0, most = 0;
 std::map<uintptr_t, size_t> locked; // of the host
@@ -128,8 +130,9 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
 };
 C10_REGISTER_GUARD_IMPL(MTIA, Guard)
 
-// ---- kernels ---------------------------------------------------------------------------------------------------------
-// The same memory as a tensor of the CPU.
+// ---- kernels
+// --------------------------------------------------------------------------------------------------------- The same
+// memory as a tensor of the CPU.
 at::Tensor on_cpu(const at::Tensor &t) {
   if (t.is_cpu()) return t.detach();
   const size_t need = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize(), t.storage_offset());
