@@ -868,3 +868,12 @@ def test_torch_compile_of_the_engine_compiles_a_model_whose_forward_is_torchs_ow
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert graphs.count("linear") == 2 and graphs.count("gelu") == 1, graphs
     assert files and not [f for f in files if "/deepc/" in f], files
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    import deepc
+    from deepc.errors import ArgumentError
+
+    with pytest.raises(ArgumentError, match="device='cuda'.*torch .* (is built without CUDA|sees no GPU)"):
+        deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=2), device="cuda")

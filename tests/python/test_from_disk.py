@@ -273,7 +273,6 @@ def _refused(rank, world, folder, checkpoint):
     for error, given in (
         (ConfigError, dict(zero={"stage": 2, **zero})),
         (ConfigError, dict(zero={"offload_param": {"device": "nvme"}})),
-        (ConfigError, dict(zero=zero, device="cuda")),
         (CheckpointError, dict(zero=zero, checkpoint=checkpoint)),
     ):
         with pytest.raises(error) as caught:
@@ -289,7 +288,7 @@ def _refused(rank, world, folder, checkpoint):
 def test_what_is_refused(tmp_path):
     deepc.export(make(), tmp_path / "model")
     said = run_ranks(_refused, 1, str(tmp_path), str(tmp_path / "model"))[0]
-    for text, wanted in zip(said, ("stage", "nvme_path", "CPUs", "missing"), strict=True):
+    for text, wanted in zip(said, ("stage", "nvme_path", "missing"), strict=True):
         assert wanted in text
 
 

@@ -429,11 +429,11 @@ def test_what_does_not_go(change, says, tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_the_host_updates_what_lies_off_a_gpu(device, tmp_path):
     import deepc
-    from deepc.errors import ConfigError
+    from deepc.errors import DeepcError
 
     cfg = tiny.config(3, micro=2)
     cfg["zero_optimization"]["offload_param"] = {"device": device, "nvme_path": str(tmp_path)}
-    with pytest.raises(ConfigError, match="offload_optimizer.device is .none.: set that"):
+    with pytest.raises(DeepcError, match="offload_optimizer.device is .none.: set that"):
         deepc.estimate(tiny.make_model(), cfg, device="cuda")
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     rows = {r.name: r for r in deepc.estimate(tiny.make_model(), cfg, device="cuda").rows}

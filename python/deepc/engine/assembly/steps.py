@@ -130,6 +130,11 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = "is built without CUDA" if torch.version.cuda is None else "sees no GPU (nvidia-smi says more)"
+        raise ArgumentError(
+            f"initialize(device='{device}'): torch {torch.__version__} {why}; leave device out, or mend that"
+        )
     source = as_noted(model, source, mpu)
     replicas = False
     if mpu is not None:
