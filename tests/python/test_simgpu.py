@@ -1,5 +1,5 @@
 """The engine on a GPU where there is none: test_gpu_engine.py on a device without hardware, whose copies are as late as
-a GPU's may be (tests/simgpu). Its arithmetic is the CPU's; what lies where, and which copy waits for what, is tested."""
+a GPU's may be (tests/simgpu). Arithmetic is the CPU's; what lies where, and which copy waits for what, is tested."""
 
 from __future__ import annotations
 
