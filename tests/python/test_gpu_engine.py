@@ -224,8 +224,12 @@ def test_states_on_disk_at_stages_1_and_2(stage, tmp_path):
     close(got, want)
 
 
-@pytest.mark.parametrize("place", list(PLACES))
-@pytest.mark.parametrize("optimizer", KINDS, ids=lambda o: o["type"])
+# States in a format are in memory where parameters are, or on disk with them.
+UPDATES = [(o, p) for o in (*KINDS, formed("AdamW", "int8")) for p in PLACES]
+UPDATES.remove((formed("AdamW", "int8"), "parameters on disk"))
+
+
+@pytest.mark.parametrize("optimizer, place", UPDATES, ids=lambda v: v["type"] if isinstance(v, dict) else v)
 def test_every_kind_of_update_off_the_device(optimizer, place, tmp_path):
     offloaded = tiny.config(3, micro=8, precision="bf16")
     offloaded["optimizer"] = optimizer
