@@ -172,7 +172,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name.partition(".")[0] != "deepc":
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        others: list[Any] = [f for f in sys.meta_path if f is not self]  # of an editable install, and the path's
+        spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Renamed(spec.loader.name, spec.loader.path)
         return spec
