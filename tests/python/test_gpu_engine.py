@@ -3,6 +3,7 @@ device without hardware (tests/simgpu)."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -265,6 +266,10 @@ def test_evaluation_checkpoints_and_writes_off_the_device(place, tmp_path):
         want = engine(x, y).item()
     engine.save_checkpoint(tmp_path / "saved")
     whole = {n: t.detach().float().cpu() for n, t in engine.module_state_dict().items()}
+    other = copy.deepcopy(engine.module)
+    assert all(p.device.type == GPU for p in other.parameters())
+    with torch.no_grad():
+        assert other(x, y).item() == pytest.approx(want, rel=1e-5)
     name, p = next((n, p) for n, p in engine.module.named_parameters() if n.endswith("up.weight"))
     with torch.no_grad(), deepc.zero.GatheredParameters([p], modifier_rank=0):
         assert torch.equal(p.detach().float().cpu(), whole[name])

@@ -221,7 +221,7 @@ class Released:
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary parameter with the whole value. Collective where ranks share no memory."""
         if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(self._deepc_owner.copy_of(self), self.requires_grad)
+            memo[id(self)] = torch.nn.Parameter(self._deepc_owner.copy_of(self).to(self.device), self.requires_grad)
         copy: torch.nn.Parameter = memo[id(self)]
         return copy
 
