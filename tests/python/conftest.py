@@ -100,9 +100,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A failed test is named at once: who breaks a long run off, or whose run is broken off, has it."""
+    """A failed test is named at once, with the end of what it says: who breaks a long run off, or whose run is broken
+    off, has it."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nfailed: {report.nodeid} ({report.when})", file=sys.__stderr__, flush=True)
+        told = "\n".join(f"  {line}" for line in report.longreprtext.splitlines()[-30:])
+        print(f"\nfailed: {report.nodeid} ({report.when})\n{told}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture
