@@ -27,21 +27,23 @@ typedef struct scalars {
 DC_INLINE scalars packed_scalars_of(const dc_step_args *t, int rule, const dc__packed_coef *c) {
   const dc__adamw_coef *a = &c->adamw;
   if (rule == DC__RULE_LAMB)
-    return (scalars){.grad_scale = v_set1(c->lamb.grad_scale),
-                     .keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
-                     .lamb = lamb_scalars_of(&c->lamb)};
+    return (scalars){
+        .grad_scale = v_set1(c->lamb.grad_scale),
+        .keep = {dc__packed_keep(t->rule, t->beta1, t->beta2, 0), dc__packed_keep(t->rule, t->beta1, t->beta2, 1)},
+        .lamb = lamb_scalars_of(&c->lamb)};
   if (rule != DC_RULE_ADAMW)
     return (scalars){
         .grad_scale = v_set1(c->other.grad_scale), .keep = {1.0f, 1.0f}, .other = rule_scalars_of(&c->other)};
-  return (scalars){.grad_scale = v_set1(a->grad_scale),
-                   .keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
-                   .l2 = v_set1(a->l2),
-                   .decay = v_set1(a->decay),
-                   .one_minus_b1 = v_set1(a->one_minus_b1),
-                   .one_minus_b2 = v_set1(a->one_minus_b2),
-                   .step_size_neg = v_set1(a->step_size_neg),
-                   .inv_sqrt_bc2 = v_set1(a->inv_sqrt_bc2),
-                   .eps = v_set1(a->eps)};
+  return (scalars){
+      .grad_scale = v_set1(a->grad_scale),
+      .keep = {dc__packed_keep(t->rule, t->beta1, t->beta2, 0), dc__packed_keep(t->rule, t->beta1, t->beta2, 1)},
+      .l2 = v_set1(a->l2),
+      .decay = v_set1(a->decay),
+      .one_minus_b1 = v_set1(a->one_minus_b1),
+      .one_minus_b2 = v_set1(a->one_minus_b2),
+      .step_size_neg = v_set1(a->step_size_neg),
+      .inv_sqrt_bc2 = v_set1(a->inv_sqrt_bc2),
+      .eps = v_set1(a->eps)};
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */

@@ -69,26 +69,32 @@ inline StepTensor make_row(const dc_step_args *t) {
   return row;
 }
 
-// Which tensors of a call a table takes. A call of dc_cuda_step may have others: Adam's, and those with a format.
-inline bool belongs(const AdamwTable &, const dc_adamw_args &t) { return t.n > 0; }
-inline bool belongs(const StepTable &, const dc_step_args &t) {
-  return t.n > 0 && t.format == DC_STATE_NEAREST && t.rule != DC_RULE_ADAMW;
-}
-
 // Adds the tensors from `from` on until the table or the grid is full; returns the index of the first that did not fit.
-template <class Table, class Args>
-inline int64_t fill_table(Table *table, const Args *tensors, int64_t from, int64_t count) {
+// blocks(t): those of the grid that it takes, 0 if it is not for this table; row(t): its row.
+template <class Table, class Args, class Blocks, class Row>
+int64_t fill_rows(Table *table, const Args *tensors, int64_t from, int64_t count, Blocks blocks, Row row) {
   const int32_t room = (int32_t)(sizeof table->tensor / sizeof *table->tensor);
   memset(table, 0, sizeof *table);
   int64_t i = from;
   for (; i < count && table->count < room; i++) {
-    if (!belongs(*table, tensors[i])) continue;
-    const int64_t next = table->first[table->count] + chunks_of(tensors[i].n);
+    const int64_t mine = blocks(tensors[i]);
+    if (mine == 0) continue;
+    const int64_t next = table->first[table->count] + mine;
     if (next > INT32_MAX) break;
-    table->tensor[table->count++] = make_row(&tensors[i]);
+    table->tensor[table->count++] = row(tensors[i]);
     table->first[table->count] = (int32_t)next;
   }
   return i;
+}
+
+// Which tensors of a call a table takes. A call of dc_cuda_step may have others: Adam's, and those with a format.
+inline bool belongs(const dc_adamw_args &) { return true; }
+inline bool belongs(const dc_step_args &t) { return t.format == DC_STATE_NEAREST && t.rule != DC_RULE_ADAMW; }
+
+template <class Table, class Args> int64_t fill_table(Table *table, const Args *tensors, int64_t from, int64_t count) {
+  return fill_rows(
+      table, tensors, from, count, [](const Args &t) { return belongs(t) ? chunks_of(t.n) : 0; },
+      [](const Args &t) { return make_row(&t); });
 }
 
 } // namespace dc_gpu

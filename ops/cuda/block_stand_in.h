@@ -154,30 +154,25 @@ inline uint32_t from_lane(uint32_t v, int lane) {
   });
   return got;
 }
-inline uint32_t ballot(bool yes) {
-  Block &b = *Block::current();
-  Block::Posted &mine = b.posted(b.number() % 32);
-  uint32_t got = 0;
-  mine.in[0] = yes, mine.out = &got;
-  b.together(true, 6, [&b] {
-    uint32_t all = 0;
-    for (int l = 0; l < 32; l++) all |= b.posted(l).in[0] << l;
-    for (int l = 0; l < 32; l++) *b.posted(l).out = all;
-  });
-  return got;
-}
-inline int bits_of(uint32_t mask) { return __builtin_popcount(mask); }
-inline uint32_t most_of_warp(uint32_t v) {
+// What every lane gets: of the lanes' values in order, one(so far, value, lane).
+template <class F> uint32_t fold_warp(int what, uint32_t v, F one) {
   Block &b = *Block::current();
   Block::Posted &mine = b.posted(b.number() % 32);
   uint32_t got = 0;
   mine.in[0] = v, mine.out = &got;
-  b.together(true, 7, [&b] {
-    uint32_t most = 0;
-    for (int l = 0; l < 32; l++) most = b.posted(l).in[0] > most ? b.posted(l).in[0] : most;
-    for (int l = 0; l < 32; l++) *b.posted(l).out = most;
+  b.together(true, what, [&b, one] {
+    uint32_t all = 0;
+    for (int l = 0; l < 32; l++) all = one(all, b.posted(l).in[0], l);
+    for (int l = 0; l < 32; l++) *b.posted(l).out = all;
   });
   return got;
+}
+inline uint32_t ballot(bool yes) {
+  return fold_warp(6, yes, [](uint32_t all, uint32_t bit, int lane) { return all | bit << lane; });
+}
+inline int bits_of(uint32_t mask) { return __builtin_popcount(mask); }
+inline uint32_t most_of_warp(uint32_t v) {
+  return fold_warp(7, v, [](uint32_t most, uint32_t next, int) { return next > most ? next : most; });
 }
 // Bytes are there when the thread waits for them, and full of NaN before.
 inline void copy_ahead16(void *to, const void *from, bool there) {

@@ -468,15 +468,17 @@ struct AdamwTensor {
   int32_t vectors; // every array is aligned to ADAMW_WIDTH of its elements
 };
 
-// Chunks of tensor t are blocks [first[t], first[t + 1]) of the grid; every tensor of the table has one at least.
-struct AdamwTable {
-  AdamwTensor tensor[ADAMW_TENSORS];
-  int32_t first[ADAMW_TENSORS + 1];
+// What a launch takes of many tensors. Chunks of tensor t are blocks [first[t], first[t + 1]) of the grid; every tensor
+// of the table has one at least.
+template <class Tensor, int TENSORS> struct TensorTable {
+  Tensor tensor[TENSORS];
+  int32_t first[TENSORS + 1];
   int32_t count;
 };
+typedef TensorTable<AdamwTensor, ADAMW_TENSORS> AdamwTable;
 static_assert(sizeof(AdamwTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
-// The tensor of a table (AdamwTable, StepTable) that block `block` of the grid belongs to.
+// The tensor of a table that block `block` of the grid belongs to.
 template <class Table> DC_GPU int adamw_find(const Table &table, int32_t block) {
   int lo = 0, hi = table.count - 1;
   while (lo < hi) {
@@ -581,11 +583,7 @@ struct StepTensor {
   int8_t rule, nesterov, vectors; // vectors: every array is aligned to ADAMW_WIDTH of its elements
 };
 
-struct StepTable {
-  StepTensor tensor[STEP_TENSORS];
-  int32_t first[STEP_TENSORS + 1];
-  int32_t count;
-};
+typedef TensorTable<StepTensor, STEP_TENSORS> StepTable;
 static_assert(sizeof(StepTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
 // p after the step; s is the rule's state, kept: it has one.

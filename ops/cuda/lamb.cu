@@ -1,6 +1,5 @@
 // lamb.cu: dc_cuda_lamb_moments, dc_cuda_lamb_apply: a launch a tensor; those whose states have a format are
 // packed.cu's. Bodies and who does what: lamb.cuh. Checked against the CPU thread by thread, and bit by bit on a GPU.
-#include "cuda/lamb.cuh"
 #include "cuda/packed_launch.cuh"
 
 using dc_gpu::LAMB_LANES;
@@ -10,9 +9,7 @@ __global__ void __launch_bounds__(THREADS)
                         int64_t blocks) {
   for (int64_t block = group_index<LAMB_LANES>(); block < blocks; block += group_count<LAMB_LANES>()) {
     const int lane = (int)(threadIdx.x % LAMB_LANES);
-    dc_gpu::LambSums sums = dc_gpu::lamb_moments(t, c, block, lane);
-    const double param = group_tree<1, LAMB_LANES>(&sums.param), update = group_tree<1, LAMB_LANES>(&sums.update);
-    if (lane == 0) t.param_sums[block] = dc_gpu::canonical(param), t.update_sums[block] = dc_gpu::canonical(update);
+    store_lamb_sums(dc_gpu::lamb_moments(t, c, block, lane), lane, &t.param_sums[block], &t.update_sums[block]);
   }
 }
 

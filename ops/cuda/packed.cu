@@ -24,9 +24,7 @@ __global__ void __launch_bounds__(THREADS) packed_sums_kernel(const __grid_const
   const int which = dc_gpu::adamw_find(table, (int32_t)group), lane = (int)(threadIdx.x % LAMB_LANES);
   const dc_gpu::PackedTensor &t = table.tensor[which];
   const int64_t block = group - table.first[which];
-  dc_gpu::LambSums sums = dc_gpu::packed_sums<FORMAT>(t, block, lane);
-  const double param = group_tree<1, LAMB_LANES>(&sums.param), update = group_tree<1, LAMB_LANES>(&sums.update);
-  if (lane == 0) t.param_sums[block] = dc_gpu::canonical(param), t.update_sums[block] = dc_gpu::canonical(update);
+  store_lamb_sums(dc_gpu::packed_sums<FORMAT>(t, block, lane), lane, &t.param_sums[block], &t.update_sums[block]);
 }
 
 // launch(table) for the tensors of each rule and format that the call has.

@@ -41,12 +41,7 @@ struct PackedTensor {
   int32_t vectors; // every array is aligned to QUAD of its elements
 };
 
-// Chunks of tensor t are blocks [first[t], first[t + 1]) of the grid.
-struct PackedTable {
-  PackedTensor tensor[PACKED_TENSORS];
-  int32_t first[PACKED_TENSORS + 1];
-  int32_t count;
-};
+typedef TensorTable<PackedTensor, PACKED_TENSORS> PackedTable;
 static_assert(sizeof(PackedTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
 template <int FORMAT> inline constexpr bool HAS_CODES = FORMAT != DC_STATE_STOCHASTIC;
@@ -391,7 +386,7 @@ template <class Args> PackedTensor packed_row_of(const Args &t, int rule) {
   const int states = dc__packed_states(rule);
   for (int s = 0; s < states; s++) {
     row.state[s] = t.state[s], row.scale[s] = t.scale[s];
-    row.keep[s] = states == 1 ? 1.0f : (float)(s ? t.beta2 : t.beta1);
+    row.keep[s] = dc__packed_keep(rule, t.beta1, t.beta2, s);
     row.vectors = row.vectors && codes_aligned(t.state[s], t.format);
   }
   return row;
@@ -421,17 +416,10 @@ inline int packed_rule_of(const dc_lamb_args &) { return DC__RULE_LAMB; }
 template <class Args>
 int64_t fill_packed(PackedTable *table, const Args *tensors, int64_t from, int64_t count, int rule, int format,
                     int apply) {
-  memset(table, 0, sizeof *table);
-  int64_t i = from;
-  for (; i < count && table->count < PACKED_TENSORS; i++) {
-    const Args &t = tensors[i];
-    if (t.n == 0 || t.format != format || packed_rule_of(t) != rule) continue;
-    const int64_t next = table->first[table->count] + dc_lamb_blocks(t.first, t.n);
-    if (next > INT32_MAX) break;
-    table->tensor[table->count++] = packed_row(t, apply);
-    table->first[table->count] = (int32_t)next;
-  }
-  return i;
+  const auto blocks = [=](const Args &t) {
+    return t.n == 0 || t.format != format || packed_rule_of(t) != rule ? 0 : dc_lamb_blocks(t.first, t.n);
+  };
+  return fill_rows(table, tensors, from, count, blocks, [=](const Args &t) { return packed_row(t, apply); });
 }
 
 // Calls f(Width<FORMAT>) with a format but DC_STATE_NEAREST, which was checked.

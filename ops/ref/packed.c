@@ -9,7 +9,7 @@ typedef struct packed_states {
 } packed_states;
 
 static void packed_get(const dc_step_args *t, int state, int64_t begin, int64_t end, float *x) {
-  const float keep = dc__packed_keep(t, state);
+  const float keep = dc__packed_keep(t->rule, t->beta1, t->beta2, state);
   if (t->format == DC_STATE_STOCHASTIC) {
     for (int64_t i = begin; i < end; i++) x[i - begin] = keep * dc__get(t->state[state], DC_BF16, i);
     return;

@@ -32,8 +32,8 @@ DC__ANYWHERE int dc__packed_kind(int rule, int state) {
 }
 
 /* What state is multiplied with as it is unpacked: the decay of a moment. Of codes it is the scale that is. */
-static inline float dc__packed_keep(const dc_step_args *t, int state) {
-  return dc__packed_states(t->rule) == 1 ? 1.0f : (float)(state ? t->beta2 : t->beta1);
+static inline float dc__packed_keep(int rule, double beta1, double beta2, int state) {
+  return dc__packed_states(rule) == 1 ? 1.0f : (float)(state ? beta2 : beta1);
 }
 
 /* ---- randomness -------------------------------------------------------------------------------------------------- */

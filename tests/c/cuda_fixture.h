@@ -20,6 +20,15 @@ protected:
   }
 };
 
+// `gpu` leaves all arrays as the reference leaves them, bit for bit, wherever they lie.
+[[maybe_unused]] void same_on_gpu(const std::vector<Array> &arrays, const Run &reference, const Run &gpu,
+                                  const std::string &what,
+                                  const std::vector<Place> &places = {kAtStart, kAtEnd, kOffStart}) {
+  const auto want = run_once(arrays, kAtStart, reference);
+  for (Place place : places)
+    ASSERT_TRUE(same(arrays, run_once(arrays, place, gpu), want)) << what << ", placement " << place;
+}
+
 // Of blocks of threads (block_stand_in.h).
 class CudaBlocks : public CudaOps {
 protected:

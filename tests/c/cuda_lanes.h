@@ -27,5 +27,13 @@ template <int V, int L, class A, class F> A sum_of_lanes(F fill) {
   return sum;
 }
 
+// Both sums of a block from those of its lanes, as store_lamb_sums has them.
+template <class Sums, int L> void store_sums_of_lanes(const Sums (&of)[L], double *param, double *update) {
+  const auto tree = [&](double Sums::*which) {
+    return canonical(sum_of_lanes<1, L, double>([&](int lane, double *x) { *x = of[lane].*which; }));
+  };
+  *param = tree(&Sums::param), *update = tree(&Sums::update);
+}
+
 } // namespace dc_gpu
 #endif

@@ -2,6 +2,8 @@
 #ifndef DEEPC_TESTS_LAMB_CASES_H
 #define DEEPC_TESTS_LAMB_CASES_H
 
+#include <sstream>
+
 #include "op_cases.h"
 
 namespace {
@@ -57,6 +59,21 @@ std::vector<Array> arrays_of(const Case &c, Fill fill) {
 int both(const dc_lamb_args *t, int64_t count) {
   const int rc = dc_lamb_moments(t, count);
   return rc ? rc : dc_lamb_apply(t, count);
+}
+
+// The reference's run of one tensor.
+[[maybe_unused]] Run both_of(const Case &c) {
+  return [=](const std::vector<uint8_t *> &p) {
+    const dc_lamb_args t = args_of(c, p);
+    return both(&t, 1);
+  };
+}
+
+[[maybe_unused]] std::string about(const Case &c, Fill fill) {
+  std::ostringstream what;
+  what << "format " << c.format << " n=" << c.n << " first=" << c.first << " param=" << c.param << " grad=" << c.grad
+       << " lowp=" << c.lowp << " fill=" << fill;
+  return what.str();
 }
 
 } // namespace

@@ -62,10 +62,7 @@ void sums(const dc_lamb_args *t, int64_t count, int format) {
       with_format(format, [&](auto f) {
         LambSums of[LAMB_LANES];
         for (int lane = 0; lane < LAMB_LANES; lane++) of[lane] = packed_sums<decltype(f)::value>(row, block, lane);
-        const auto tree = [&](double LambSums::*part) {
-          return canonical(sum_of_lanes<1, LAMB_LANES, double>([&](int lane, double *x) { *x = of[lane].*part; }));
-        };
-        row.param_sums[block] = tree(&LambSums::param), row.update_sums[block] = tree(&LambSums::update);
+        store_sums_of_lanes(of, &row.param_sums[block], &row.update_sums[block]);
       });
     }
   }
@@ -117,23 +114,23 @@ std::vector<Array> step_arrays(const StepCase &c, Fill fill) {
   return a;
 }
 
-void check(const StepCase &c, Fill fill) {
-  const auto arrays = step_arrays(c, fill);
-  const auto want = run_once(arrays, kAtStart, [=](auto &p) {
+void check_arrays(const StepCase &c, const std::vector<Array> &arrays, const std::string &fill,
+                  const std::vector<Place> &places = {kAtStart, kAtEnd, kOffStart}) {
+  std::ostringstream what;
+  what << "rule " << c.rule << " format " << c.format << " n=" << c.n << " first=" << c.first << " param=" << c.param
+       << " grad=" << c.grad << " lowp=" << c.lowp << " fill=" << fill;
+  const auto reference = [=](auto &p) {
     const dc_step_args t = step_of(c, p);
     return dc_step(&t, 1);
-  });
-  for (Place place : {kAtStart, kAtEnd, kOffStart}) {
-    const auto got = run_once(arrays, place, [=](auto &p) {
-      const dc_step_args t = step_of(c, p);
-      launch(&t, 1, c.rule, c.format, 0);
-      return (int)DC_OK;
-    });
-    ASSERT_TRUE(same(arrays, got, want)) << "rule " << c.rule << " format " << c.format << " n=" << c.n
-                                         << " first=" << c.first << " param=" << c.param << " grad=" << c.grad
-                                         << " lowp=" << c.lowp << " fill=" << fill << " placement " << place;
-  }
+  };
+  const auto gpu = [=](auto &p) {
+    const dc_step_args t = step_of(c, p);
+    launch(&t, 1, c.rule, c.format, 0);
+    return (int)DC_OK;
+  };
+  same_on_gpu(arrays, reference, gpu, what.str(), places);
 }
+void check(const StepCase &c, Fill fill) { check_arrays(c, step_arrays(c, fill), std::to_string(fill)); }
 
 const int kRules[] = {DC_RULE_ADAMW, DC_RULE_LION, DC_RULE_ADAGRAD, DC_RULE_SGD};
 const int kFormats[] = {DC_STATE_STOCHASTIC, DC_STATE_8BIT, DC_STATE_4BIT};
@@ -171,18 +168,7 @@ TEST_F(CudaPacked, ExtremeBlocks) {
             const float scale = std::fabs(value);
             memcpy(&arrays[s].bytes[i], &scale, 4);
           }
-        const auto want = run_once(arrays, kAtStart, [=](auto &p) {
-          const dc_step_args t = step_of(c, p);
-          return dc_step(&t, 1);
-        });
-        for (Place place : {kAtStart, kOffStart}) {
-          const auto got = run_once(arrays, place, [=](auto &p) {
-            const dc_step_args t = step_of(c, p);
-            launch(&t, 1, rule, format, 0);
-            return (int)DC_OK;
-          });
-          ASSERT_TRUE(same(arrays, got, want)) << "rule " << rule << " format " << format << " value " << value;
-        }
+        check_arrays(c, arrays, std::to_string(value), {kAtStart, kOffStart});
       }
 }
 
@@ -232,19 +218,17 @@ TEST_F(CudaPacked, ManyTensorsOfManyKinds) {
       t.push_back(step_of(cases[k], {p.begin() + (long)at[k], p.begin() + (long)at[k] + 7}));
     return t;
   };
-  const auto want = run_once(all, kAtStart, [&](auto &p) {
+  const auto reference = [&](auto &p) {
     const auto t = list(p);
     return dc_step(t.data(), (int64_t)t.size());
-  });
-  for (Place place : {kAtStart, kOffStart}) {
-    const auto got = run_once(all, place, [&](auto &p) {
-      const auto t = list(p);
-      for (int rule : kRules)
-        for (int format : kFormats) launch(t.data(), (int64_t)t.size(), rule, format, 0);
-      return (int)DC_OK;
-    });
-    ASSERT_TRUE(same(all, got, want)) << "placement " << place;
-  }
+  };
+  const auto gpu = [&](auto &p) {
+    const auto t = list(p);
+    for (int rule : kRules)
+      for (int format : kFormats) launch(t.data(), (int64_t)t.size(), rule, format, 0);
+    return (int)DC_OK;
+  };
+  same_on_gpu(all, reference, gpu, "200 tensors", {kAtStart, kOffStart});
 }
 
 // A tensor of the most chunks that a grid has does not share a launch with another one.
@@ -269,22 +253,13 @@ TEST_F(CudaPacked, TablesKeepWithinTheGrid) {
 
 // ---- LAMB ----------------------------------------------------------------------------------------------------------
 void check_lamb_of(const Case &c, Fill fill) {
-  const auto arrays = arrays_of(c, fill);
-  const auto want = run_once(arrays, kAtStart, [=](auto &p) {
+  const auto gpu = [=](auto &p) {
     const dc_lamb_args t = args_of(c, p);
-    return both(&t, 1);
-  });
-  for (Place place : {kAtStart, kAtEnd, kOffStart}) {
-    const auto got = run_once(arrays, place, [=](auto &p) {
-      const dc_lamb_args t = args_of(c, p);
-      sums(&t, 1, c.format);
-      launch(&t, 1, DC__RULE_LAMB, c.format, 1);
-      return (int)DC_OK;
-    });
-    ASSERT_TRUE(same(arrays, got, want)) << "format " << c.format << " n=" << c.n << " first=" << c.first
-                                         << " param=" << c.param << " grad=" << c.grad << " lowp=" << c.lowp
-                                         << " fill=" << fill << " placement " << place;
-  }
+    sums(&t, 1, c.format);
+    launch(&t, 1, DC__RULE_LAMB, c.format, 1);
+    return (int)DC_OK;
+  };
+  same_on_gpu(arrays_of(c, fill), both_of(c), gpu, about(c, fill));
 }
 
 TEST_F(CudaPacked, LambEqualsReference) {

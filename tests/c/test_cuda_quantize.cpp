@@ -52,13 +52,6 @@ template <int BITS, class Source, bool WIDE> void run_blocks(const Source &from,
   }
 }
 
-// `gpu` leaves all arrays as the reference leaves them, wherever they lie.
-void same_on_gpu(const std::vector<Array> &arrays, const Run &reference, const Run &gpu, const std::string &what) {
-  const auto want = run_once(arrays, kAtStart, reference);
-  for (Place place : {kAtStart, kAtEnd, kOffStart})
-    ASSERT_TRUE(same(arrays, run_once(arrays, place, gpu), want)) << what << ", placement " << place;
-}
-
 TEST_F(CudaQuantize, QuantizeEqualsReference) {
   for (int64_t n : kSizes)
     for (int bits : kBits)
