@@ -160,6 +160,12 @@ class ZeroConfig:
         """Whether optimizer states, and parameters, are asked to lie on disk."""
         return self.offload_optimizer.device == "nvme", self.offload_param.device == "nvme"
 
+    def parameters_leave(self, device_type: str) -> bool:
+        """Whether parameters are asked to lie elsewhere than where the model runs: on disk, or of a GPU run in the
+        host's memory."""
+        place = self.offload_param.device
+        return self.stage == 3 and (place == "nvme" or (place == "cpu" and device_type != "cpu"))
+
 
 @dataclass(frozen=True)
 class DataTypesConfig:

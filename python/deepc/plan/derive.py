@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..config.tree import Config
 from ..core import env
@@ -23,6 +23,7 @@ from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Si
 # and 48 MiB give 0.60, 0.73 and 0.87 of its rate beside other work: tests/bench/nvme.py).
 CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 32, 24 << 20  # the bytes bound what the slots take together
 MOST_CELLS = 4096  # a step takes time for each; sub_group_size is DeepSpeed's, which never cuts a parameter
+_Row = TypeVar("_Row", Segment, Slice)
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
@@ -65,6 +66,11 @@ class Machine:
     uneven: str = ""
     streamed: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Of the device: "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
     @classmethod
     def here(cls, device: object, group: Place | None = None) -> Machine:
         """This machine, with what the environment says. group: the ranks', if they are there already."""
@@ -92,14 +98,8 @@ def tree_buffers(world: int, passes: int) -> int:
 def is_streamed(config: Config, mesh: Mesh, machine: Machine) -> bool:
     """Stage 3's parameters come and go where the ranks share no memory for them, or where the machine says so."""
     transport = machine.transport or transport_of(machine.device, mesh)
-    elsewhere = config.zero.offload_param.device == "nvme" or parameters_in_host(config, machine)
-    return config.zero.stage == 3 and (machine.streamed or elsewhere or (transport == "c10d" and mesh.dp > 1))
-
-
-def parameters_in_host(config: Config, machine: Machine) -> bool:
-    """Whether a GPU run's parameters lie in the host's memory, and come to the device while they are used."""
-    on_device = not machine.device.startswith("cpu")
-    return on_device and config.zero.stage == 3 and config.zero.offload_param.device == "cpu"
+    alone = machine.streamed or (transport == "c10d" and mesh.dp > 1)
+    return config.zero.stage == 3 and (alone or config.zero.parameters_leave(machine.kind))
 
 
 def derive(
@@ -158,12 +158,13 @@ def derive(
     owned = layout.total if stage == 0 else layout.shard_elems
     host_elems = _host_elems(config, mesh, machine, owned)
     if host_elems is not None:
-        segments, slices = _cut_segments(segments, host_elems), _cut_slices(slices, host_elems)
-    on_device, place = not machine.device.startswith("cpu"), zero.offload_param.device
-    if on_device and stage == 3 and place != "none" and layout.total and zero.offload_optimizer.device == "none":
+        segments, slices = _cut(segments, host_elems), _cut(slices, host_elems)
+    on_device, leave = machine.kind != "cpu", zero.parameters_leave(machine.kind)
+    if on_device and leave and layout.total and zero.offload_optimizer.device == "none":
         raise ConfigError(
-            f'zero_optimization.offload_param.device = "{place}" keeps the parameters of a GPU run off the device, and'
-            ' the host updates them, but offload_optimizer.device is "none": set that to "cpu" too, or to "nvme"'
+            f'zero_optimization.offload_param.device = "{zero.offload_param.device}" keeps the parameters of a GPU run'
+            ' off the device, and the host updates them, but offload_optimizer.device is "none": set that to "cpu" too,'
+            ' or to "nvme"'
         )
     has_master = kind != FLOAT32 or bool(parameters_as)
     offload = config.zero.offload_optimizer
@@ -229,7 +230,7 @@ def derive(
         parameters_on=parameters_on,
         gradients_on=gradients_on,
         host_elems=host_elems,
-        parameters_in_host=parameters_in_host(config, machine),
+        parameters_in_host=leave and not parameters_on,
         nodes=nodes,
         part=part,
         node_layout=_cut_for_node(layout, mesh.ranks_per_node) if nodes > 1 else None,
@@ -300,12 +301,12 @@ def _host_elems(config: Config, mesh: Mesh, machine: Machine, owned: int) -> int
     """The front of a share, whole blocks, whose states lie on the host where they are divided: gradients come in the
     flat order, so the front's cross beside backward."""
     offload = config.zero.offload_optimizer
-    if machine.device.startswith("cpu") or offload.device == "none" or offload.ratio >= 1:
+    if machine.kind == "cpu" or offload.device == "none" or offload.ratio >= 1:
         return None
     for why in (
         "over several GPUs" * (mesh.dp > 1),
         "with states on disk" * (offload.device == "nvme"),
-        "with offload_param" * (config.zero.stage == 3 and config.zero.offload_param.device != "none"),
+        "with offload_param" * config.zero.parameters_leave(machine.kind),
     ):
         if why:
             raise UnsupportedError(
@@ -315,27 +316,18 @@ def _host_elems(config: Config, mesh: Mesh, machine: Machine, owned: int) -> int
     return min(owned, round(offload.ratio * owned / BLOCK) * BLOCK)
 
 
-def _cut_segments(segments: Iterable[Segment], cut: int) -> list[Segment]:
-    """The same with none over element `cut` of the share."""
-    out: list[Segment] = []
-    for s in segments:
+def _cut(rows: Iterable[_Row], cut: int) -> list[_Row]:
+    """Segments or slices, with none over element `cut` of the share."""
+    out: list[_Row] = []
+    for s in rows:
         front = cut - s.shard_begin
-        if 0 < front < s.length:
-            rest = Segment(s.param, s.param_begin + front, s.flat_begin + front, cut, s.length - front)
-            out += [s._replace(length=front), rest]
-        else:
+        if not 0 < front < s.length:
             out.append(s)
-    return out
-
-
-def _cut_slices(slices: Iterable[Slice], cut: int) -> list[Slice]:
-    out: list[Slice] = []
-    for s in slices:
-        front = cut - s.shard_begin
-        if 0 < front < s.length:
-            out += [s._replace(length=front), Slice(s.flat_begin + front, cut, s.length - front)]
-        else:
-            out.append(s)
+            continue
+        rest = s._replace(flat_begin=s.flat_begin + front, shard_begin=cut, length=s.length - front)
+        if isinstance(rest, Segment):
+            rest = rest._replace(param_begin=rest.param_begin + front)
+        out += [s._replace(length=front), rest]
     return out
 
 
@@ -354,7 +346,7 @@ def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) 
             f"{'start equally many ranks on each node' if machine.uneven else 'use CPU nodes'}, or remove the key"
         )
     if zero.offload_param.device == "nvme" and transport not in ("local", "node", "nodes"):
-        where = "over several GPUs" if not machine.device.startswith("cpu") else f"over {uneven}"
+        where = "over several GPUs" if machine.kind != "cpu" else f"over {uneven}"
         raise UnsupportedError(
             f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: one GPU, and CPU nodes with'
             ' equally many ranks each, have it; set it to "none"'

@@ -36,8 +36,6 @@ class WholeFlats:
                 state.frozen_flat = state.segment.tensor(state.dtype, total * size, plan.frozen_elems)
         else:
             state.flat = state.parameters(total)
-        if state.home != state.device and plan.frozen_elems:
-            state.frozen_flat = state.parameters(plan.frozen_elems)
         made_here = total if plan.host_elems is None else plan.host_elems
         state.flat_host = state.zeros(made_here, state.dtype, "lowp") if state.sends_parameters else None
         self._frozen_at = 0

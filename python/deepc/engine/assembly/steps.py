@@ -143,7 +143,7 @@ def initialize(
     parsed.require_resolved()
     if parsed.log_level:
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
-    if device.type != "cpu" and not (parsed.zero.stage == 3 and parsed.zero.offload_param.device != "none"):
+    if device.type != "cpu" and not parsed.zero.parameters_leave(device.type):
         model.to(device)
     cut_as_asked(model, parsed, replicas, kind.whole_logits)
     part = part_of(model, parsed, given, device)
@@ -184,10 +184,9 @@ def assemble(
         engine.step_policy.check_optimizer()
         check_shards(engine)
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
-        if engine.device.type != "cpu" and config.zero.offload_optimizer.device != "none":
-            engine.optimizer.check_ratio(config.zero.offload_optimizer.ratio)
         check_format(engine.optimizer.base, engine.device.type, *config.zero.on_disk)
         plans = make_plans(engine, named, group_of)
+        engine.optimizer.check_places(engine.plan)
         predict_memory(engine, plans, named, group_of, given)
         check_disk(engine)
         reordered = [n for n, p in named if not p.is_contiguous()]

@@ -64,7 +64,8 @@ def inference(
     lie once per node in shared memory (CPU; collective; read-only from then on; with a checkpoint, a node's first rank
     reads it). zero: a zero_optimization section; with its offload_param.device "nvme" they lie once per node on disk
     (nvme_path), at stage 3, and are read ahead of their use: the model may be larger than the memory, and is never
-    whole in it (one CPU node; collective to make, each rank runs and generates by itself). strict: names that
+    whole in it (one CPU node, or one GPU; collective to make, each rank runs and generates by itself); with "cpu" those
+    of a GPU lie in the host's memory, in the same way. strict: names that
     are missing in the checkpoint, or that the model lacks, are an error.
 
     Raises ArgumentError, CheckpointError, UnsupportedError."""
@@ -90,8 +91,7 @@ def inference(
     streamed = False  # from disk, or from the host's memory to a GPU
     if zero is not None:
         config = _config(zero, None, where)
-        place = config.zero.offload_param.device
-        streamed = place == "nvme" or (place == "cpu" and where.type != "cpu" and config.zero.stage == 3)
+        streamed = config.zero.parameters_leave(where.type)
         stage = 3 if config.zero.stage == 3 else stage
     _check_stage(stage, where)
     weights = open_weights(checkpoint, tag, average) if checkpoint is not None else None

@@ -34,6 +34,7 @@ from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
 from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded, run_step
 from ...plan.layout import Segment
+from ...plan.plan import Plan
 from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
@@ -134,10 +135,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 " Adagrad or SGD of deepc.optim, or remove the key"
             )
 
-    def check_ratio(self, ratio: float) -> None:
-        """Raises if states are to be divided between host and device (offload_optimizer.ratio below 1), and can't."""
+    def check_places(self, plan: Plan) -> None:
+        """Raises if states are to be divided between host and device, and can't."""
         rule = self.rule
-        if ratio < 1 and (rule is None or rule.kind in ACROSS or rule.kind == LAMB or rule.form):
+        if plan.host_elems is not None and (rule is None or rule.kind in ACROSS or rule.kind == LAMB or rule.form):
             what = f"state_dtype {rule.form}" if rule is not None and rule.form else type(self.base).__name__
             raise UnsupportedError(
                 f"zero_optimization.offload_optimizer.ratio below 1 with {what} does not exist: Adam and AdamW, Lion,"

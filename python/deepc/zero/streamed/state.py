@@ -37,34 +37,13 @@ if TYPE_CHECKING:
 class NodeFlats(WholeFlats):
     """Whole on the node: gathers copy from it."""
 
-    def make(self, state: ModelState) -> None:
-        super().make(state)
-        self._places: dict[int, torch.Tensor] = {}  # id(parameter) -> a frozen one's place in the host's memory
-
-    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
-        if state.home != state.device:
-            give(p)
-        return super().value(state, p)
-
-    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
-        if state.home != state.device:
-            give(p)
-        if state.home == state.device or not (p.is_floating_point() or keeps_bytes(p)):
-            super().put_frozen(state, p)
-            return
-        value = as_slots(p, p.data, state.dtype)
-        place = cast(torch.Tensor, state.frozen_flat)[self._frozen_at : self._frozen_at + value.numel()]
-        self._frozen_at += padded(value.numel())
-        self._places[id(p)] = place.copy_(value)
-        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)  # a view of its unit soon
-
     def source(self, state: StreamedState) -> Source:
         """What units are gathered from. Collective."""
-        return NodeSource() if state.home == state.device else HostSource(state.device)
+        return NodeSource()
 
     def pieces(self, state: StreamedState, p: torch.nn.Parameter) -> list[Piece]:
         """Where the values of `p` lie. Called before `p` is a view of its unit."""
-        values = self._places.get(id(p), p.data.reshape(-1))
+        values = p.data.reshape(-1)
         return [Piece(state.plan.rank, 0, values.numel(), values)]
 
     def take(self, state: StreamedState, params: Params, writer: int) -> None:
@@ -79,6 +58,37 @@ class NodeFlats(WholeFlats):
             for p in params:
                 state.group.spread(cast(torch.Tensor, state.units.origin(p)), writer)
             state.group.barrier()
+
+
+class HostFlats(NodeFlats):
+    """The same in the host's memory, of a GPU run: frozen parameters lie there too, and those that keep their bytes."""
+
+    def make(self, state: ModelState) -> None:
+        super().make(state)
+        state.frozen_flat = state.parameters(state.plan.frozen_elems)
+        self._places: dict[int, torch.Tensor] = {}  # id(frozen parameter) -> its place there
+
+    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
+        give(p)
+        return super().value(state, p)
+
+    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
+        give(p)
+        if not (p.is_floating_point() or keeps_bytes(p)):
+            super().put_frozen(state, p)
+            return
+        value = as_slots(p, p.data, state.dtype)
+        place = cast(torch.Tensor, state.frozen_flat)[self._frozen_at : self._frozen_at + value.numel()]
+        self._frozen_at += padded(value.numel())
+        self._places[id(p)] = place.copy_(value)
+        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)  # a view of its unit soon
+
+    def source(self, state: StreamedState) -> Source:
+        return HostSource(state.device)
+
+    def pieces(self, state: StreamedState, p: torch.nn.Parameter) -> list[Piece]:
+        place = self._places.get(id(p))
+        return super().pieces(state, p) if place is None else [Piece(state.plan.rank, 0, place.numel(), place)]
 
 
 class ShardFlats:
@@ -192,7 +202,9 @@ class StreamedState(ModelState):
             self.acc = cast(Any, cast(GradientStore, self.store).values)
         if self.plan.parameters_on:
             return DiskFlats(self.plan.parameters_on)
-        return ShardFlats() if self.plan.sharded else NodeFlats()
+        if self.plan.sharded:
+            return ShardFlats()
+        return HostFlats() if self.plan.parameters_in_host else NodeFlats()
 
     @property
     def disk(self) -> DiskFlats | None:

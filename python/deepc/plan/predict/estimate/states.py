@@ -80,16 +80,13 @@ def state_rows(
             host=in_host,
         )
     states_in_host = not gpu or host_states
-    on_host = plan.owned_elems if plan.host_elems is None else plan.host_elems  # of those, if some are
+    on_host = plan.host_elems if plan.host_elems is not None else plan.owned_elems * states_in_host
 
     def put_states(name: str, nbytes: int, color: str) -> None:
         """Of the share's elements."""
-        if plan.host_elems is None:
-            put(name, _block(nbytes, color), host=states_in_host)
-            return
         here = nbytes * on_host // max(1, plan.owned_elems)
         put(name, _block(here, color), host=True)
-        put(name, nbytes - here, host=False)
+        put(name, _block(nbytes - here, color), host=False)
 
     if leased:
         one = plan.owned_elems * plan.accumulator.itemsize
@@ -103,7 +100,7 @@ def state_rows(
     elif plan.has_master:
         put_states("fp32 masters", b["master_private"], "master")
     if host_states and gpu and not plan.parameters_away:
-        elems = plan.layout.total if plan.host_elems is None else on_host
+        elems = plan.layout.total if plan.host_elems is None else plan.host_elems
         put("parameters on their way to the device", _block(elems * item, "lowp"), host=True)
     early = sum(r.host for r in rows)
     for _, color in zip(range(moments), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")):
