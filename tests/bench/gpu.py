@@ -24,6 +24,7 @@ import argparse
 import functools
 import gc
 import itertools
+import math
 import os
 import statistics
 import tempfile
@@ -79,33 +80,46 @@ def tell(figure: str, times: Mapping[str, list[float]], peers: list[str], unit: 
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+SHAPES = {"124 M": gpt2_shapes(), "774 M": gpt2_shapes(width=1280, layers=36)}
+
+
+def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """With gradients."""
+    torch.manual_seed(0)
+    out = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype) * 0.02) for s in shapes]
+    for p in out:
+        p.grad = torch.randn_like(p)
+    return out
+
+
+def copy_of(count: int) -> Callable[[], object]:
+    """A copy of so many fp32 numbers, whose rate is the limit of what bytes can do."""
+    source = torch.empty(count, device="cuda")
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def copied_GB_s(count: int, ms: list[float]) -> float:
+    return 8 * count / statistics.median(ms) / 1e6
+
+
 def adamw(args: argparse.Namespace) -> None:
     deepc = require_deepc()
-    models = {"124 M": gpt2_shapes(), "774 M": gpt2_shapes(width=1280, layers=36)}
-    for (size, shapes), dtype in itertools.product(models.items(), (torch.float32, torch.bfloat16)):
-
-        def parameters(dtype=dtype, shapes=shapes):
-            torch.manual_seed(0)
-            out = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype) * 0.02) for s in shapes]
-            for p in out:
-                p.grad = torch.randn_like(p)
-            return out
-
+    for (size, shapes), dtype in itertools.product(SHAPES.items(), (torch.float32, torch.bfloat16)):
+        parameters = functools.partial(parameters_of, shapes, dtype)
         peers = {
             "torch AdamW(fused=True)": torch.optim.AdamW(parameters(), fused=True, **HYPER),
             "torch AdamW(foreach=True)": torch.optim.AdamW(parameters(), foreach=True, **HYPER),
         }
         made = peers | {"deepc": deepc.optim.AdamW(parameters(), **HYPER)}
-        count = sum(p.numel() for p in parameters())
-        source = torch.empty(count, device="cuda")
-        copy = functools.partial(torch.empty_like(source).copy_, source)
+        count = sum(map(math.prod, shapes))
+        copy = copy_of(count)
         times = queued({n: o.step for n, o in made.items()} | {"copy": copy}, args.rounds)
-        rate = 8 * count / statistics.median(times.pop("copy")) / 1e6  # GB/s
+        rate = copied_GB_s(count, times.pop("copy"))
         more: dict[str, float] = {"copy_GB_s": round(rate)}
         if dtype == torch.float32:  # parameters and moments are read and written, gradients read
             more["of_limit"] = round(28 * count / rate / 1e6 / statistics.median(times["deepc"]), 3)
         tell(f"AdamW, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}", times, list(peers), **more)
-        del peers, made, source, copy
+        del peers, made, copy
         free()
 
 
@@ -114,15 +128,8 @@ def formats(args: argparse.Namespace) -> None:
     from deepc.optim.states.dense import packed_item
     from deepc.optim.states.formats import ADAMW, BYTES_OF_256, DECOUPLED, MOMENTS, packed_args, run_step
 
-    models = {"124 M": gpt2_shapes(), "774 M": gpt2_shapes(width=1280, layers=36)}
-    for (size, shapes), dtype in itertools.product(models.items(), (torch.float32, torch.bfloat16)):
-
-        def parameters(dtype=dtype, shapes=shapes):
-            torch.manual_seed(0)
-            out = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype) * 0.02) for s in shapes]
-            for p in out:
-                p.grad = torch.randn_like(p)
-            return out
+    for (size, shapes), dtype in itertools.product(SHAPES.items(), (torch.float32, torch.bfloat16)):
+        parameters = functools.partial(parameters_of, shapes, dtype)
 
         def kernels(optimizer, form):
             """The launches of a step, without Python's part."""
@@ -133,15 +140,14 @@ def formats(args: argparse.Namespace) -> None:
             args = packed_args(items, ADAMW, form, scalars, 1.0, 2, DECOUPLED)
             return functools.partial(run_step, args, len(items), given[0].device)
 
-        count = sum(p.numel() for p in parameters())
-        source = torch.empty(count, device="cuda")
-        copy = functools.partial(torch.empty_like(source).copy_, source)
+        count = sum(map(math.prod, shapes))
+        copy = copy_of(count)
         fused = torch.optim.AdamW(parameters(), fused=True, **HYPER)
         for form in ("bf16", "int8", "int4"):
             mine = deepc.optim.AdamW(parameters(), state_dtype=form, **HYPER)
             made = {"torch AdamW(fused=True)": fused.step, "deepc": mine.step, "deepc, kernels": kernels(mine, form)}
             times = queued(made | {"copy": copy}, args.rounds)
-            rate = 8 * count / statistics.median(times.pop("copy")) / 1e6  # GB/s
+            rate = copied_GB_s(count, times.pop("copy"))
             each = 3 * dtype.itemsize + 4 * BYTES_OF_256[form] / 256  # both states are read and written
             limit = each * count / rate / 1e6
             figure = f"AdamW, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}, states in {form}"
@@ -156,7 +162,7 @@ def formats(args: argparse.Namespace) -> None:
             )
             del mine, made
             free()
-        del fused, source, copy
+        del fused, copy
         free()
 
 

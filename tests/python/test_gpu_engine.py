@@ -14,28 +14,36 @@ from gpus import GPU, gpu, is_locked
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu.is_available(), reason="no CUDA device")]
 
 
-def on(device: str, stage: int, precision: str, offload: bool = False, steps: int = 6, gas: int = 1, optimizer=None):
+def train(cfg: dict, steps: int = 4, model=None, device: str = GPU, optimizer=None):
+    """(losses, fp32 weights, the engine). optimizer: a class of torch's instead of the configuration's."""
     import deepc
 
+    model = tiny.make_model() if model is None else model
+    own = None if optimizer is None else optimizer(model.parameters(), lr=1e-3)
+    engine = deepc.initialize(model=model, optimizer=own, config=cfg, device=device)[0]
+    losses = []
+    for step in range(steps):
+        whole = [t.to(engine.device) for t in tiny.make_batch(step)]
+        for x, y in zip(*(t.chunk(cfg["gradient_accumulation_steps"]) for t in whole)):
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    return losses, {n: engine.full_fp32_param(p).cpu() for n, p in trained}, engine
+
+
+def on(device: str, stage: int, precision: str, offload: bool = False, steps: int = 6, gas: int = 1, optimizer=None):
+    """(losses, fp32 weights)."""
     cfg = tiny.config(stage, micro=8 // gas, gas=gas, precision=precision)
     if isinstance(optimizer, dict):
         cfg["optimizer"] = optimizer
     if offload:
         cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    model, own = tiny.make_model(), None
-    if isinstance(optimizer, type):
+    own = optimizer if isinstance(optimizer, type) else None
+    if own is not None:
         del cfg["optimizer"]
-        own = optimizer(model.parameters(), lr=1e-3)
-    engine = deepc.initialize(model=model, optimizer=own, config=cfg, device=device)[0]
-    losses = []
-    for step in range(steps):
-        whole = [t.to(engine.device) for t in tiny.make_batch(step)]
-        for x, y in zip(*(t.chunk(gas) for t in whole)):
-            loss = engine(x, y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    weights = {n: p.detach().float().cpu() for n, p in engine.module.named_parameters()}
+    losses, weights, engine = train(cfg, steps, device=device, optimizer=own)
     engine.destroy()
     return losses, weights
 
@@ -173,23 +181,6 @@ def away(place: str, folder, stage: int = 3, precision: str = "bf16", gas: int =
         zero["sub_group_size"] = 5000
     zero.update(more)
     return cfg
-
-
-def train(cfg: dict, steps: int = 4, model=None, device: str = GPU):
-    """(losses, fp32 weights, the engine)."""
-    import deepc
-
-    engine = deepc.initialize(model=tiny.make_model() if model is None else model, config=cfg, device=device)[0]
-    gas, losses = cfg.get("gradient_accumulation_steps", 1), []
-    for step in range(steps):
-        whole = [t.to(engine.device) for t in tiny.make_batch(step)]
-        for x, y in zip(*(t.chunk(gas) for t in whole)):
-            loss = engine(x, y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-    return losses, {n: engine.full_fp32_param(p).cpu() for n, p in trained}, engine
 
 
 def close(a, b, rel: float = 1e-4) -> None:

@@ -39,7 +39,6 @@ struct Queue {
 };
 std::map<int64_t, Queue> queues;
 thread_local int64_t current = 0;
-int64_t late = 0; // copies that have waited
 
 void reach(int64_t stream, int64_t mark) {
   const Held held(lock);
@@ -150,7 +149,7 @@ at::Tensor copy_from(const at::Tensor &from, const at::Tensor &to, bool non_bloc
   };
   if (non_blocking && host.defined() && host.numel() && is_locked(host.data_ptr())) {
     const Held held(lock);
-    queues[current].waiting.push_back(copy), queues[current].told++, late++;
+    queues[current].waiting.push_back(copy), queues[current].told++;
   } else {
     drain(current);
     copy();
@@ -267,7 +266,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mark", &mark);
   m.def("current", [] { return current; });
   m.def("set_current", [](int64_t stream) { current = stream; });
-  m.def("late", [] { return late; });
   m.def("lock", [](uintptr_t p, size_t n) { locked[p] = n; });
   m.def("unlock", [](uintptr_t p) { locked.erase(p); });
   m.def("allocated", [] { return allocated; });

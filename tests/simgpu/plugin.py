@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import itertools
 import os
 import sys
 import time
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,17 +55,12 @@ class Stream(torch.Stream):
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         core.drain(self.stream_id)
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self._stream, self._mark, self._time = 0, 0, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -76,10 +69,6 @@ class Event:
 
     def synchronize(self) -> None:
         core.reach(self._stream, self._mark)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1e3
@@ -112,34 +101,37 @@ def _on(stream: Stream) -> Iterator[None]:
         core.set_current(before)
 
 
-def _module() -> types.ModuleType:
-    m: Any = types.ModuleType(f"torch.{NAME}")
-    m.Stream, m.Event, m.stream = Stream, Event, _on
-    m.current_stream = lambda device=None: Stream(of=core.current())
-    m.default_stream = lambda device=None: Stream(of=0)
-    m.synchronize = lambda device=None: core.drain(core.current())
-    m.is_available = m.is_initialized = m._is_compiled = lambda: True
-    m.init = m._lazy_init = m.empty_cache = lambda: None
-    m.device_count, m.current_device = (lambda: 1), (lambda: 0)
-    m.set_device, m.device = (lambda device: None), (lambda device: contextlib.nullcontext())
-    m._is_in_bad_fork = lambda: False
-    m.manual_seed = m.manual_seed_all = lambda seed: None
-    m.get_rng_state_all, m.set_rng_state_all = (list), (lambda states: None)
-    m.get_rng_state = lambda device=None: torch.get_rng_state()
-    m.set_rng_state = lambda state, device=None: None
-    m.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    m.is_bf16_supported = lambda including_emulation=True: True
-    m.get_device_name = lambda device=None: "NVIDIA H200"  # whose rate is known: it is measured else
-    m.get_device_capability = lambda device=None: (9, 0)
-    m.mem_get_info = lambda device=None: (8 << 30, 8 << 30)
-    m.memory_allocated = lambda device=None: core.allocated()
-    m.max_memory_allocated = lambda device=None: core.most()
-    m.reset_peak_memory_stats = lambda device=None: core.reset_most()
-    m.cudart = lambda: _Runtime
-    m._lazy_call = lambda function: function()
-    m.is_locked = lambda tensor: core.is_locked(tensor.data_ptr())
-    m.late_copies = lambda: core.late()
-    return m
+def _names() -> dict[str, Any]:
+    """Of torch.cuda, as far as deepc, its tests and torch itself ask for them."""
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _on,
+        "current_stream": lambda device=None: Stream(of=core.current()),
+        "synchronize": lambda device=None: core.drain(core.current()),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda function: function(),
+        "empty_cache": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state_all": list,
+        "set_rng_state_all": lambda states: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_device_name": lambda device=None: "NVIDIA H200",  # whose rate is known: it is measured else
+        "mem_get_info": lambda device=None: (8 << 30, 8 << 30),
+        "memory_allocated": lambda device=None: core.allocated(),
+        "max_memory_allocated": lambda device=None: core.most(),
+        "reset_peak_memory_stats": lambda device=None: core.reset_most(),
+        "cudart": lambda: _Runtime,
+        "is_locked": lambda tensor: core.is_locked(tensor.data_ptr()),
+    }
 
 
 # What calls libdeepc_cuda.so gets the CPU's function, whose bits that has, when the stream is through.
@@ -182,9 +174,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Before deepc is imported."""
     assert "deepc" not in sys.modules, "the device comes too late"
-    for name, value in vars(_module()).items():
-        if not name.startswith("__"):
-            setattr(torch.mtia, name, value)  # what else torch looks for there stays
+    for name, value in _names().items():
+        setattr(torch.mtia, name, value)  # what else torch looks for there stays
     sys.meta_path.insert(0, _Finder())
 
 
