@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "adafactor_coef.h"
 #include "ref/scalar.h"
 
 enum { BAND_ROWS = 128, STRIP_COLS = 1024, LANES_MORE = 16, BANDS_GRAIN = 4, BLOCKS_GRAIN = 8 };
@@ -19,14 +20,6 @@ typedef struct adafactor_job {
   adafactor_pass pass;
   pthread_mutex_t lock; /* guards the parameters' rows and columns */
 } adafactor_job;
-
-static dc__adafactor_coef adafactor_coef_of(const dc_adafactor_args *t) {
-  return (dc__adafactor_coef){.grad_scale = (float)t->grad_scale,
-                              .weight = (float)t->weight,
-                              .least = (float)(t->eps * t->eps),
-                              .keep = (float)t->keep,
-                              .rate = (float)-t->rate};
-}
 
 /* ---- rows and columns -------------------------------------------------------------------------------------------- */
 /* grid[i]: what a square is added to and taken from again, so that it is a multiple of 2^-52 of it: at least the sum of
@@ -119,7 +112,7 @@ static void adafactor_band_run(adafactor_job *j, const dc_adafactor_args *t, ban
 /* Elements [lo, hi) of a stretch, which lie in one block. */
 static void adafactor_block(const adafactor_job *j, const dc_adafactor_args *t, int64_t lo, int64_t hi, double *sum,
                             double *update_sum) {
-  const dc__adafactor_coef c = adafactor_coef_of(t);
+  const dc__adafactor_coef c = dc__adafactor_coef_of(t);
   for (int64_t i = lo, end; i < hi; i = end) {
     const float *second = t->variance ? t->variance + i : NULL;
     float factor = 1.0f;
@@ -179,13 +172,13 @@ static int adafactor_run(const dc_adafactor_args *tensors, int64_t count, adafac
 
 /* var: the moving average of `mean`s; n of them, of sums of `each` squares. Returns the sum of the new ones. */
 static double adafactor_average(float *var, const double *sum, int64_t n, int64_t each, float weight) {
-  double total = 0;
+  double total[16] = {0};
   for (int64_t i = 0; i < n; i++) {
     const float mean = (float)(sum[i] / (double)each);
     var[i] = dc__canonical_f32(fmaf(weight, mean - var[i], var[i]));
-    total += var[i];
+    total[i % 16] += var[i];
   }
-  return total;
+  return dc__tree16(total);
 }
 
 static void adafactor_factors_of(const dc_adafactor_args *t) {

@@ -275,8 +275,8 @@ DC_API int dc_lamb_apply(const dc_lamb_args *tensors, int64_t count);
  *     two that follows from the row's (column's) top and length alone, so small (2^-52 of what bounds their sum) that
  *     the sums are exact in fp64. So they do not depend on their order, on threads, or on who has which stretch.
  *   dc_adafactor_factors  of whole parameters: row_var = fma(weight, mean - row_var, row_var), mean = row_sum / cols,
- * and col_var likewise; row_factor = row_var / max(mean of the matrix's row_var, eps), that mean in fp64 in their
- * order. dc_adafactor_norms    variance = fma(weight, g*g - variance, variance); the sums of p^2 and u^2 of each block,
+ * and col_var likewise; row_factor = row_var / max(mean of the matrix's row_var, eps), of a sum of 16 accumulators in
+ * fp64. dc_adafactor_norms    variance = fma(weight, g*g - variance, variance); the sums of p^2 and u^2 of each block,
  *     u = g / sqrt(max(v, eps^2)), v = variance, or row_factor * col_var. Blocks as of dc_lamb_moments; in a matrix
  * each row's part of a block is summed as such a block is, and the parts in their order. dc_adafactor_apply    p =
  * fma(-rate, u, p * keep). Of several ranks: the largest of all tops before dc_adafactor_sums, the sums of all sums

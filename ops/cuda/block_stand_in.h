@@ -188,6 +188,15 @@ inline void copies_wait(void) {
   }
   copies.clear();
 }
+inline double from_lane(double v, int lane) {
+  uint32_t half[2];
+  memcpy(half, &v, sizeof v);
+  half[0] = from_lane(half[0], lane), half[1] = from_lane(half[1], lane);
+  memcpy(&v, half, sizeof v);
+  return v;
+}
+inline void raise_to(uint32_t *at, uint32_t v) { *at = v > *at ? v : *at; }
+inline void add_to(double *at, double v) { *at += v; }
 inline float from_lane(float v, int lane) { return __uint_as_float(from_lane(__float_as_uint(v), lane)); }
 
 // Elements of the two halves of a register.

@@ -40,6 +40,13 @@ DC_API int dc_cuda_step(const dc_step_args *tensors, int64_t count, void *stream
 /* param_sums and update_sums are device memory as the other arrays. */
 DC_API int dc_cuda_lamb_moments(const dc_lamb_args *tensors, int64_t count, void *stream);
 DC_API int dc_cuda_lamb_apply(const dc_lamb_args *tensors, int64_t count, void *stream);
+/* All arrays are device memory. Where a gradient is not finite the tops and sums of its row and column are NaN with
+ * other bits than the CPU's. */
+DC_API int dc_cuda_adafactor_tops(const dc_adafactor_args *stretches, int64_t count, void *stream);
+DC_API int dc_cuda_adafactor_sums(const dc_adafactor_args *stretches, int64_t count, void *stream);
+DC_API int dc_cuda_adafactor_factors(const dc_adafactor_args *parameters, int64_t count, void *stream);
+DC_API int dc_cuda_adafactor_norms(const dc_adafactor_args *stretches, int64_t count, void *stream);
+DC_API int dc_cuda_adafactor_apply(const dc_adafactor_args *stretches, int64_t count, void *stream);
 /* Loss and gradient equal the CPU's up to rounding (the sums are in another order). A label outside [0, classes) that
  * is not ignore_index gives its row loss NaN and gradient 0: the host can't see it. */
 DC_API int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream);

@@ -27,6 +27,10 @@ DC_GPU uint32_t from_lane(uint32_t v, int lane) { return __shfl_sync(0xffffffffu
 DC_GPU uint32_t ballot(bool yes) { return __ballot_sync(0xffffffffu, yes); } // bit l: what lane l says
 DC_GPU int bits_of(uint32_t mask) { return __popc(mask); }
 DC_GPU uint32_t most_of_warp(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); } // the largest v
+DC_GPU double from_lane(double v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+// Of all threads of the grid, in any order.
+DC_GPU void raise_to(uint32_t *at, uint32_t v) { atomicMax(at, v); }
+DC_GPU void add_to(double *at, double v) { atomicAdd(at, v); }
 
 // 16 bytes from global to shared memory, zeros unless `there`: this thread has them after copies_wait.
 DC_GPU void copy_ahead16(void *to, const void *from, bool there) {
@@ -81,6 +85,7 @@ DC_GPU float not_above_0(float y) {
 DC_GPU uint32_t high_half(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 #endif
 
+DC_GPU double from_lane_beside(double v, int distance) { return from_lane(v, block_thread() % 32 ^ distance); }
 DC_GPU float from_lane_beside(float v, int distance) { return from_lane(v, block_thread() % 32 ^ distance); }
 
 } // namespace dc_gpu

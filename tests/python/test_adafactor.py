@@ -97,8 +97,17 @@ def test_what_is_refused():
     raw = {"train_batch_size": 1, "optimizer": {"type": "AdaFactor", "params": {"beta2_deca": -0.5}}}
     with pytest.raises(ConfigError, match="Adafactor has no such argument. Did you mean .*beta2_decay"):
         Config.load(raw, world_size=1)
-    with pytest.raises(UnsupportedError, match="Adafactor with ranks on cuda does not exist"):
-        check_format(deepc.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))]), "cuda", False)
+    meta = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
+    meta.grad = torch.zeros_like(meta)
+    with pytest.raises(UnsupportedError, match="kernels for CPU and CUDA, and a parameter is on meta"):
+        deepc.optim.Adafactor([meta]).step()
+    moved = torch.nn.Parameter(torch.zeros(2, 2))
+    moved.grad = torch.ones(2, 2)
+    opt = deepc.optim.Adafactor([moved])
+    opt.state[moved] = {"step": torch.tensor(1.0), "row_var": meta.detach()[:, :1], "col_var": meta.detach()[:1]}
+    with pytest.raises(ArgumentError, match="on cpu and its states are on meta: move the model before the first step"):
+        opt.step()
+    check_format(deepc.optim.Adafactor([moved]), "cuda", False)
 
 
 def test_the_plan_counts_its_states():

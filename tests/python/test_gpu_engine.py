@@ -60,14 +60,14 @@ def test_one_gpu_equals_the_cpu(stage, precision, offload):
 
 KINDS = ({"type": "Lion", "params": {"lr": 1e-3}}, {"type": "Adagrad", "params": {"lr": 1e-3}})
 KINDS += ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, {"type": "Muon", "params": {"lr": 1e-3}})
-KINDS += ({"type": "Lamb", "params": {"lr": 1e-3}},)
+KINDS += ({"type": "Lamb", "params": {"lr": 1e-3}}, {"type": "Adafactor", "params": {"lr": 1e-2}})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
-    "optimizer", [*KINDS, torch.optim.Adamax], ids=["lion", "adagrad", "sgd", "muon", "lamb", "torchs"]
+    "optimizer", [*KINDS, torch.optim.Adamax], ids=["lion", "adagrad", "sgd", "muon", "lamb", "adafactor", "torchs"]
 )
 def test_every_kind_of_update_equals_the_cpus(optimizer, offload, precision, stage):
     want = on("cpu", stage, precision, optimizer=optimizer)
@@ -409,12 +409,52 @@ def test_what_cannot_be_divided_says_so(tmp_path):
 
     cfg = tiny.config(2, micro=8, precision="bf16")
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
-    for optimizer in ("Lamb", "Muon"):
+    for optimizer in ("Lamb", "Muon", "Adafactor"):
         with pytest.raises(UnsupportedError, match="ratio below 1"):
             deepc.initialize(model=tiny.make_model(), config={**cfg, "optimizer": {"type": optimizer}}, device=GPU)
     cfg["zero_optimization"]["offload_optimizer"].update({"device": "nvme", "nvme_path": str(tmp_path)})
     with pytest.raises(UnsupportedError, match="with states on disk"):
         deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_adafactors_checkpoint_between_cpu_and_gpu(tmp_path, offload):
+    """Its states of rows and columns lie where the other states do."""
+    import deepc
+
+    def engine_of(device: str, stage: int):
+        cfg = tiny.config(stage, micro=8, precision="bf16", optimizer={"type": "Adafactor", "params": {"lr": 0.05}})
+        if offload and device == GPU:
+            cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return deepc.initialize(model=tiny.make_model(), config=cfg, device=device)[0]
+
+    def states(engine) -> dict[str, torch.Tensor]:
+        named = {n: deepc.view(p) for n, p in engine.module.named_parameters()}
+        return {f"{n}/{s}": view.state[s].cpu().clone() for n, view in named.items() for s in view.state}
+
+    engine = engine_of(GPU, 2)
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    engine.backward(engine(x, y))
+    engine.step()
+    (whole, _, factors), *_ = [s for s in engine.optimizer.whole_states() if s[0] == "row_var"]
+    assert whole == "row_var" and factors.device.type == ("cpu" if offload else GPU) and bool((factors > 0).all())
+    engine.save_checkpoint(tmp_path)
+    want = states(engine)
+    assert {n.rpartition("/")[2] for n in want} == {"row_var", "col_var", "variance"}
+    engine.destroy()
+    after = []
+    for device, stage in ((GPU, 3), ("cpu", 1), (GPU, 0)):
+        loaded = engine_of(device, stage)
+        loaded.load_checkpoint(tmp_path)
+        found = states(loaded)
+        assert found.keys() == want.keys()
+        assert all(torch.equal(value, want[name]) for name, value in found.items()), (device, stage)
+        x, y = (t.to(device) for t in tiny.make_batch(1))
+        loaded.backward(loaded(x, y))
+        loaded.step()
+        after.append(loaded(x, y).item())
+        loaded.destroy()
+    assert after[1] == pytest.approx(after[0], rel=3e-2) and after[2] == pytest.approx(after[0], rel=3e-2)
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])

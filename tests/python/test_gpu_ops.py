@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import deepc
 import pytest
@@ -357,6 +358,34 @@ def test_lamb(dtype, special):
         assert_same_bits(q.detach(), p.detach(), f"parameter of {p.numel()} elements")
         for name in ("exp_avg", "exp_avg_sq"):
             assert_same_bits(pairs[1].state[q][name], pairs[0].state[p][name], f"{name} of {p.numel()} elements")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("special", [False, True])
+def test_adafactor(dtype, special):
+    """Vectors, matrices of a few and of many rows, columns and blocks of threads, many matrices, and more tensors than
+    one launch takes."""
+    from deepc.optim import Adafactor
+
+    shapes = [
+        (5,),
+        (9000,),
+        (1, 1),
+        (33, 65),
+        (3, 1500),
+        (200, 700),
+        (9000, 2),
+        (700, 3, 7),
+        *((20, 30 + k) for k in range(20)),
+    ]
+    drawn = [make(math.prod(s), dtype, k, special=False).view(s) for k, s in enumerate(shapes)]
+    cpu, gpu = ([torch.nn.Parameter(t.to(device)) for t in drawn] for device in ("cpu", DEVICE))
+    pairs = [Adafactor(params, lr=0.05, weight_decay=0.1) for params in (cpu, gpu)]
+    for step in range(5):
+        formed_step(cpu, gpu, pairs, step, special and step == 3)
+    for p, q in zip(cpu, gpu):
+        assert_same_bits(q.detach().view(-1), p.detach().view(-1), f"parameter of shape {tuple(p.shape)}")
+    assert_same_states(pairs[1], pairs[0])
 
 
 # ---- states in a format ----------------------------------------------------------------------------------------------

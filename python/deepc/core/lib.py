@@ -793,6 +793,11 @@ _CUDA_PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_cuda_step": (c_int, _P(StepArgs), c_int64, c_void_p),
     "dc_cuda_lamb_moments": (c_int, _P(LambArgs), c_int64, c_void_p),
     "dc_cuda_lamb_apply": (c_int, _P(LambArgs), c_int64, c_void_p),
+    "dc_cuda_adafactor_tops": (c_int, _P(AdafactorArgs), c_int64, c_void_p),
+    "dc_cuda_adafactor_sums": (c_int, _P(AdafactorArgs), c_int64, c_void_p),
+    "dc_cuda_adafactor_factors": (c_int, _P(AdafactorArgs), c_int64, c_void_p),
+    "dc_cuda_adafactor_norms": (c_int, _P(AdafactorArgs), c_int64, c_void_p),
+    "dc_cuda_adafactor_apply": (c_int, _P(AdafactorArgs), c_int64, c_void_p),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError, UnsupportedError
 from . import dtypes
-from .lib import library_dir
+from .lib import call, call_cuda, library_dir
 
 BLOCK = 4096  # DC_BLOCK of ops/ops.h: elements of one partial sum of a norm
 
@@ -83,6 +83,14 @@ def code(dtype: torch.dtype, what: str = "tensor") -> int:
         raise ArgumentError(
             f"{what} has dtype {dtype}; deepc's core takes {', '.join(str(d) for d in CODES)}"
         ) from None
+
+
+def run_on(device: torch.device, name: str, args: Any, count: int) -> None:
+    """dc_`name`(args, count) of arrays on `device`; of CUDA's, on its current stream. Raises on failure."""
+    if device.type == "cuda":
+        call_cuda(f"dc_cuda_{name}", args, count, torch.cuda.current_stream(device).cuda_stream)
+    else:
+        call(f"dc_{name}", args, count)
 
 
 # ---- operators without numbers ---------------------------------------------------------------------------------------

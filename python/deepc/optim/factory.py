@@ -178,11 +178,6 @@ def check_format(
     form = "" if rule is None else rule.form
     on_disk = states_on_disk or parameters_on_disk
     where = "offload to nvme" if on_disk else f"ranks on {device}"
-    if rule is not None and rule.kind == ADAFACTOR and device != "cpu":
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} with ranks on {device} does not exist: its passes go over parameters and"
-            " gradients of CPU ranks. Use those, or another optimizer"
-        )
     if rule is not None and rule.kind == ONEBIT and on_disk:
         raise UnsupportedError(
             f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from memory. Remove the"

@@ -3,16 +3,17 @@ second moments of a matrix are kept as those of its rows and its columns."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.lib import AdafactorArgs, C, check
-from ...core.ops import code
+from ...core.lib import AdafactorArgs
+from ...core.ops import code, run_on
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_range, check_tensor, loss_of
+from ..states.dense import Optimizer, check_beside, check_range, check_tensor, loss_of
 from ..states.norms import blocks_of, sum_in_order
 
 FACTORS = ("row_var", "col_var")
@@ -41,12 +42,13 @@ def matrices_of(shape: Sequence[int]) -> Matrices | None:
 
 
 class Scratch:
-    """What the passes of a step keep of the rows and columns of parameters, one after another."""
+    """What the passes of a step keep of the rows and columns of parameters, one after another. device: None for the
+    CPU's."""
 
-    def __init__(self, factors: int) -> None:
-        self.tops = torch.zeros(factors, dtype=torch.int32)
-        self.sums = torch.zeros(factors, dtype=torch.float64)
-        self.factors = torch.zeros(factors)
+    def __init__(self, factors: int, device: torch.device | None = None) -> None:
+        self.tops = torch.zeros(factors, dtype=torch.int32, device=device)
+        self.sums = torch.zeros(factors, dtype=torch.float64, device=device)
+        self.factors = torch.zeros(factors, device=device)
 
     def clear(self) -> None:
         self.tops.zero_()
@@ -80,8 +82,8 @@ def rate_of(squares: tuple[float, float], numel: int, group: dict[str, Any], ste
 
 class Adafactor(Optimizer):
     """torch.optim.Adafactor's arguments, groups and states: `step`, of parameters with two dimensions or more `row_var`
-    and `col_var`, of others `variance`, all fp32 (float64 of float64 parameters). CPU. Four passes over the gradient:
-    an element's step depends on its row, its column and the norms of the whole. `foreach` changes nothing."""
+    and `col_var`, of others `variance`, all fp32 (float64 of float64 parameters). CPU and CUDA. Four passes over the
+    gradient: an element's step depends on its row, its column and the norms of the whole. `foreach` changes nothing."""
 
     def __init__(
         self,
@@ -111,10 +113,11 @@ class Adafactor(Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             dtype, matrices = torch.float64 if p.dtype == torch.float64 else torch.float32, matrices_of(p.shape)
+            zeros = functools.partial(torch.zeros, dtype=dtype, device=p.device)
             if matrices is None:
-                state["variance"] = torch.zeros(p.shape, dtype=dtype)
+                state["variance"] = zeros(p.shape)
             else:
-                state.update({n: torch.zeros(matrices.shape_of(n, p.shape), dtype=dtype) for n in FACTORS})
+                state.update({n: zeros(matrices.shape_of(n, p.shape)) for n in FACTORS})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,10 +137,10 @@ class Adafactor(Optimizer):
                 if p.grad is None:
                     continue
                 check_tensor(p, "Adafactor", "torch.optim.SparseAdam")
-                if p.device.type != "cpu":
+                if p.device.type not in ("cpu", "cuda"):
                     raise UnsupportedError(
-                        f"Adafactor runs on the CPU only, and a parameter is on {p.device}; torch.optim.Adafactor runs"
-                        " there"
+                        f"Adafactor has kernels for CPU and CUDA, and a parameter is on {p.device}; move the model to"
+                        " one of them"
                     )
                 state = self._state_of(p)
                 if p.dtype == torch.float64:
@@ -145,33 +148,36 @@ class Adafactor(Optimizer):
                 elif p.numel():
                     state["step"] += 1
                     params.append(p)
-            self._step_core(params, group)
+            for device in dict.fromkeys(p.device for p in params):
+                self._step_core([p for p in params if p.device == device], device, group)
         return loss
 
-    def _step_core(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        args, sums = AdafactorArgs.array(max(1, len(params))), []
+    def _step_core(self, params: Sequence[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
+        args = AdafactorArgs.array(len(params))
         dense = [p.detach().contiguous() for p in params]  # rows and columns lie as the kernels count them
         grads = [p.grad.contiguous() for p in params if p.grad is not None]
         shapes = [matrices_of(p.shape) for p in params]
-        scratch, at = Scratch(sum(m.factors for m in shapes if m is not None)), 0
-        for a, p, q, g, m in zip(args, params, dense, grads, shapes):
+        scratch, at = Scratch(sum(m.factors for m in shapes if m is not None), device), 0
+        blocks = [blocks_of(0, p.numel()) for p in params]
+        sums = torch.empty(2, sum(blocks), dtype=torch.float64, device=device)
+        for a, p, q, g, m, of_p, of_u in zip(args, params, dense, grads, shapes, *(row.split(blocks) for row in sums)):
             state = self.state[p]
-            sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
             a.param, a.grad, a.n = q.data_ptr(), g.data_ptr(), p.numel()
             a.param_dtype, a.grad_dtype = code(q.dtype), code(g.dtype)
-            a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
+            a.param_sums, a.update_sums = of_p.data_ptr(), of_u.data_ptr()
             set_scalars(a, group, int(state["step"]), 1.0, p.dtype)
+            check_beside(p, (s for n, s in state.items() if n != "step"))
             if m is None:
                 a.variance = state["variance"].data_ptr()
             else:
                 scratch.aim(a, m, at, *(state[n].data_ptr() for n in FACTORS))
                 at += m.factors
-        for find in (C.dc_adafactor_tops, C.dc_adafactor_sums, C.dc_adafactor_factors, C.dc_adafactor_norms):
-            check(find(args, len(params)))
-        for a, p, found in zip(args, params, sums):
+        for which in ("tops", "sums", "factors", "norms"):
+            run_on(device, f"adafactor_{which}", args, len(params))
+        for a, p, *found in zip(args, params, *(row.split(blocks) for row in sums.cpu())):
             squares = sum_in_order(found[0]), sum_in_order(found[1])
             a.rate = rate_of(squares, p.numel(), group, int(self.state[p]["step"]))
-        check(C.dc_adafactor_apply(args, len(params)))
+        run_on(device, "adafactor_apply", args, len(params))
         for p, q in zip(params, dense):
             if q.data_ptr() != p.data_ptr():
                 p.copy_(q)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.lib import LambArgs, call, call_cuda
-from ...core.ops import code
+from ...core.lib import LambArgs
+from ...core.ops import code, run_on
 from ...errors import ArgumentError, UnsupportedError
 from ..states.dense import Optimizer, check_range, check_tensor, loss_of, new_states, packed_item
 from ..states.formats import FORMATS, MOMENTS, check_place, check_state_dtype, take_states
@@ -42,15 +42,6 @@ def set_states(a: Any, form: str, states: Sequence[int], scales: Sequence[int]) 
         a.state[k] = at
     for k, at in enumerate(scales):
         a.scale[k] = at
-
-
-def run_pass(which: str, args: Any, count: int, device: torch.device) -> None:
-    """dc_lamb_moments ("moments") or dc_lamb_apply ("apply") of `count` tensors on `device`; of CUDA's, on the current
-    stream."""
-    if device.type == "cuda":
-        call_cuda(f"dc_cuda_lamb_{which}", args, count, torch.cuda.current_stream(device).cuda_stream)
-    else:
-        call(f"dc_lamb_{which}", args, count)
 
 
 class LambItem(NamedTuple):
@@ -88,14 +79,14 @@ class LambStep:
             a.param_sums, a.update_sums = of_p.data_ptr(), of_u.data_ptr()
             a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
             set_scalars(a, group, step, grad_scale)
-        run_pass("moments", self._args, len(items), self._device)
+        run_on(self._device, "lamb_moments", self._args, len(items))
         param, update = ([sum_in_order(found) for found in row.split(blocks)] for row in sums.cpu())
         self.squares = list(zip(param, update))
 
     def apply(self, ratios: Sequence[float]) -> None:
         for a, ratio in zip(self._args, ratios):
             a.trust = ratio
-        run_pass("apply", self._args, len(self._items), self._device)
+        run_on(self._device, "lamb_apply", self._args, len(self._items))
 
 
 def step_lamb(

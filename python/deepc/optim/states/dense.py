@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,18 @@ def packed_item(
     state = optimizer.state[p]
     scales = [state[n + SCALE] for n in names if n + SCALE in state]
     states = [state[n] if scales else state_in_order(state, n, p) for n in names]
-    for s in (*states, *scales):
+    check_beside(p, (*states, *scales))
+    return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
+
+
+def check_beside(p: torch.Tensor, states: Iterable[torch.Tensor]) -> None:
+    """ArgumentError unless p's states are where p is."""
+    for s in states:
         if s.device != p.device:
             raise ArgumentError(
                 f"a parameter is on {p.device} and its states are on {s.device}: move the model before the first step,"
                 " or load the optimizer's state_dict again"
             )
-    return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...core.dtypes import STATE_FORMATS, UNIT
-from ...core.lib import StepArgs, call, call_cuda
-from ...core.ops import code, torch_dtype
+from ...core.lib import StepArgs, call
+from ...core.ops import code, run_on, torch_dtype
 from ...errors import ArgumentError, UnsupportedError
 
 FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
@@ -141,14 +141,6 @@ def packed_args(
     return args
 
 
-def run_step(args: Any, count: int, device: torch.device) -> None:
-    """dc_step of `count` tensors on `device`; of CUDA's, on the current stream."""
-    if device.type == "cuda":
-        call_cuda("dc_cuda_step", args, count, torch.cuda.current_stream(device).cuda_stream)
-    else:
-        call("dc_step", args, count)
-
-
 def step_packed(
     items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
     rule: int,
@@ -165,7 +157,7 @@ def step_packed(
         here = [i for i, (p, *_) in enumerate(items) if p.device == device]
         copied = [copies[i] for i in here] if copies else ()
         args = packed_args([items[i] for i in here], rule, state_dtype, scalars, grad_scale, step, flags, copied)
-        run_step(args, len(here), device)
+        run_on(device, "step", args, len(here))
 
 
 def step_momentum(

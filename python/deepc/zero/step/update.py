@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 
 from ...core.lib import StepArgs
-from ...core.ops import code, torch_dtype
+from ...core.ops import code, run_on, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import (
@@ -32,7 +32,7 @@ from ...optim.factory import (
 )
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
-from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded, run_step
+from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded
 from ...plan.layout import Segment
 from ...plan.plan import Plan
 from ..state import ModelState, Pass
@@ -480,7 +480,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for a, run in zip(args, runs):
             (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[run.group]
             a.step = self._steps
-        run_step(args, len(runs), self._state.state_device)
+        run_on(self._state.state_device, "step", args, len(runs))
 
     def _update_cells(self, passes: Passes, groups: Sequence[tuple[Scalars, float]]) -> None:
         """The same where something lies on disk. The update of an element depends on that element alone, so it may be

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import torch
 
-from ....core.lib import AdafactorArgs, C, check
-from ....core.ops import code, torch_dtype
+from ....core.lib import AdafactorArgs
+from ....core.ops import code, run_on, torch_dtype
 from ....errors import DiskError, UnsupportedError
 from ....offload import Cell
 from ....optim.kinds.adafactor import FACTORS, Matrices, Scratch, matrices_of, rate_of, set_scalars
@@ -58,9 +58,9 @@ class FactoredUpdate(AcrossUpdate):
             if s.param not in self._matrices:
                 self._variance_at[s] = variances
                 variances += padded(s.length)
-        self._factors = torch.zeros(factors)
+        self._factors = torch.zeros(factors, device=state.state_device)
         self._variance = state.zeros(variances, torch.float32, "exp_avg_sq")
-        self._scratch = Scratch(factors)
+        self._scratch = Scratch(factors, state.state_device)
         self._passes = Passes(state)
         self._alone = self._passes.alone
         self._cut = None if sharers is None else CutFactors(sharers, self._matrices, self._factors_at)
@@ -160,20 +160,23 @@ class FactoredUpdate(AcrossUpdate):
         self._pass()
         self.forget()
 
+    def _run(self, name: str, args: Any, count: int) -> None:
+        run_on(self._state.state_device, f"adafactor_{name}", args, count)
+
     def _pass(self) -> None:
         """The pass that comes next, over this rank's share."""
         name, passes, st = _PASSES[self._at], self._passes, self._state
-        find, tier = getattr(C, f"dc_adafactor_{name}"), passes.tier
+        tier = passes.tier
         wants, last = self._at >= _LAST - 1, self._at == _LAST
         if passes.walk is None and (tier is None or not wants):
-            check(find(self._args, len(self._stepped)))
+            self._run(name, self._args, len(self._stepped))
             return
         # Where there are masters, parameters are read only to keep what is not stepped.
         reads = wants and (st.master is None or (last and len(self._stepped) < len(self._segments)))
 
         def work(begin: int, end: int, cell: Cell | None) -> None:
             at = None if cell is None or tier is None else functools.partial(tier.address, cell, "master")
-            self._in_cell(find, begin, end, self._param_at(at) if wants else None)
+            self._in_cell(name, begin, end, self._param_at(at) if wants else None)
 
         passes.run(work, Pass(reads, last), states=wants, writes=["master"] if last else [])
 
@@ -198,15 +201,13 @@ class FactoredUpdate(AcrossUpdate):
         elif self._at == 1:
             if not self._alone:
                 scratch.sums.copy_(group.gather_all(scratch.sums).sum(0))
-            check(C.dc_adafactor_factors(self._whole, len(self._factored)))
+            self._run("factors", self._whole, len(self._factored))
             if self._cut is not None:
                 self._cut.make_factors(scratch, self._factors)
         elif self._at == 2:
             self._set_rates(self._norms.squares(), self._step)
 
-    def _in_cell(
-        self, find: Callable[[Any, int], int], begin: int, end: int, param_at: Callable[[Segment, int], int] | None
-    ) -> None:
+    def _in_cell(self, name: str, begin: int, end: int, param_at: Callable[[Segment, int], int] | None) -> None:
         """A pass over the parts of segments in elements [begin, end) of the share, which are cut at edges of blocks.
         param_at: see _param_at; None: the pass does not look at parameters."""
         parts: list[tuple[int, int, int]] = []
@@ -220,8 +221,8 @@ class FactoredUpdate(AcrossUpdate):
         st, item = self._state, torch_dtype(self._state.plan.accumulator).itemsize
         for a, (i, lo, n) in zip(args, parts):
             whole = self._args[i]
-            for name, *_ in whole._fields_:
-                setattr(a, name, getattr(whole, name))
+            for field, *_ in whole._fields_:
+                setattr(a, field, getattr(whole, field))
             s = self._stepped[i]
             skipped = lo - s.shard_begin
             a.grad, a.n = whole.grad + item * skipped, n
@@ -233,7 +234,7 @@ class FactoredUpdate(AcrossUpdate):
                 a.variance = whole.variance + 4 * skipped
             blocks = 8 * (a.first // BLOCK - whole.first // BLOCK)
             a.param_sums, a.update_sums = whole.param_sums + blocks, whole.update_sums + blocks
-        check(find(args, len(parts)))
+        self._run(name, args, len(parts))
 
     def _set_rates(self, squares: Mapping[int, tuple[float, float]], step: int) -> None:
         numels: Sequence[int] = self._state.plan.layout.numels
@@ -316,7 +317,7 @@ class CutFactors:
         for r, row in zip(ranks, self._sharers.rows(found)):
             for p, sums in zip(self._stepped, row[: sum(sizes[r])].split(sizes[r])):
                 self._add(p, r, sums)
-        check(C.dc_adafactor_factors(self._args, len(self._stepped)))
+        run_on(torch.device("cpu"), "adafactor_factors", self._args, len(self._stepped))
         for p in self._stepped:
             rows, cols = self._halves(p)
             at, whole = self._whole_at[p], self._whole[p]

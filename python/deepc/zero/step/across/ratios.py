@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from ....core.lib import LambArgs
-from ....core.ops import code, torch_dtype
+from ....core.ops import code, run_on, torch_dtype
 from ....errors import DiskError
-from ....optim.kinds.lamb import run_pass, set_scalars, set_states, trust_ratio
+from ....optim.kinds.lamb import set_scalars, set_states, trust_ratio
 from ....optim.states.formats import is_coded
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
@@ -115,10 +115,10 @@ class RatioUpdate:
         if self._passes.in_memory:
             self._squares = None
             self._scale(self._args, self._parts, grad_scale, step)
-            run_pass("moments", self._args, len(self._parts), self._state.state_device)
+            run_on(self._state.state_device, "lamb_moments", self._args, len(self._parts))
             self._squares = self.norms.squares()
             self._scale(self._args, self._parts, grad_scale, step)
-            run_pass("apply", self._args, len(self._parts), self._state.state_device)
+            run_on(self._state.state_device, "lamb_apply", self._args, len(self._parts))
         else:
             self._update_cells(grad_scale, step)
         self.forget()
@@ -132,7 +132,9 @@ class RatioUpdate:
             args = self._aimed(parts, self._places(cell))
             scales = self._scales_in(args, parts, cell) if is_coded(form) and cell is not None else []
             self._scale(args, parts, grad_scale, step)
-            run_pass("moments" if self._squares is None else "apply", args, len(parts), self._state.state_device)
+            run_on(
+                self._state.state_device, "lamb_moments" if self._squares is None else "lamb_apply", args, len(parts)
+            )
             for s in scales if self._squares is not None else ():
                 s.put()
 
