@@ -489,3 +489,163 @@ def test_checkpoint_of_a_format_between_cpu_and_gpu(tmp_path, form):
         loaded.backward(loaded(x, y))
         loaded.step()
         loaded.destroy()
+
+
+# ---- states in host memory for a while -------------------------------------------------------------------------------
+MOVED = [*KINDS, {"type": "AdamW", "params": {"lr": 1e-3}}, formed("AdamW", "int8"), formed("Lamb", "bf16")]
+MOVED += [formed("Muon", "int8"), torch.optim.Adamax]
+
+
+def pair_of(cfg: dict, optimizer) -> list:
+    import deepc
+
+    cfg = dict(cfg)
+    own = optimizer if isinstance(optimizer, type) else None
+    cfg["optimizer"] = None if own else optimizer
+    made = []
+    for _ in range(2):
+        model = tiny.make_model()
+        given = None if own is None else own(model.parameters(), lr=1e-3)
+        made.append(deepc.initialize(model=model, optimizer=given, config=cfg, device=GPU)[0])
+    return made
+
+
+def micro_batch(engine, step: int) -> None:
+    x, y = (t.to(engine.device) for t in tiny.make_batch(step))
+    engine.backward(engine(x, y))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "optimizer",
+    MOVED,
+    ids=lambda o: o if not isinstance(o, dict) else "-".join(map(str, [o["type"], o["params"].get("state_dtype", "")])),
+)
+def test_states_that_are_moved_to_host_memory_come_back_with_the_same_bits(optimizer, precision, stage):
+    """In the middle of an accumulation, where gradients go too, and between steps."""
+    stayed, moved = pair_of(tiny.config(stage, micro=4, gas=2, precision=precision), optimizer)
+    for step in range(6):
+        for engine in (stayed, moved):
+            micro_batch(engine, step)
+        before = gpu.memory_allocated()
+        moved.offload_states()
+        moved.offload_states()  # they are there
+        assert before - gpu.memory_allocated() >= moved.parked.nbytes > 0
+        x, y = (t.to(moved.device) for t in tiny.make_batch(9))
+        with torch.no_grad():
+            assert torch.equal(moved(x, y), stayed(x, y))  # a forward goes on
+        moved.reload_states()
+        moved.reload_states()
+        assert moved.parked is None
+        full = [{n: e.full_fp32_param(p).cpu() for n, p in e.module.named_parameters()} for e in (stayed, moved)]
+        assert all(torch.equal(full[1][n], t) for n, t in full[0].items()), step
+    stayed.destroy()
+    moved.offload_states()
+    moved.destroy()
+
+
+def test_what_is_refused_while_states_are_in_host_memory(tmp_path):
+    import deepc
+    from deepc.errors import ArgumentError, DeepcError, UnsupportedError
+
+    for optimizer in ({"type": "AdamW"}, {"type": "Muon"}):
+        stayed, engine = pair_of(tiny.config(2, micro=8, precision="bf16"), optimizer)
+        micro_batch(engine, 0)
+        x, y = (t.to(GPU) for t in tiny.make_batch(1))
+        loss = engine(x, y)
+        engine.offload_states()
+        first = "in host memory since engine.offload_states.*reload_states"
+        calls = [lambda: engine.backward(loss), engine.step, engine.zero_grad]
+        calls += [lambda: engine.save_checkpoint(tmp_path), lambda: engine.load_checkpoint(tmp_path)]
+        calls += [lambda: engine.load_module_state_dict(stayed.module_state_dict())]
+        for call in calls:
+            with pytest.raises(DeepcError, match=first):
+                call()
+        view = deepc.view(engine.module.ln.weight)
+        for read in (lambda: view.fp32, lambda: view.grad, lambda: view.state["exp_avg"]):
+            with pytest.raises(DeepcError, match="reload_states"):
+                read()
+        with pytest.raises(UnsupportedError, match="of 'master', which engine.offload_states.. has moved"):
+            engine.state.master.sum()
+        engine.reload_states()
+        micro_batch(stayed, 0)
+        for e in (engine, stayed):
+            micro_batch(e, 1)
+        assert torch.equal(engine.state.master.cpu(), stayed.state.master.cpu())
+        with pytest.raises(ArgumentError, match="include has 'moments'; there are optim_states, hp_params"):
+            engine.offload_states(include=["moments"])
+        with pytest.raises(UnsupportedError, match="lp_params. stay on the GPU"):
+            engine.offload_states(include=["optim_states", "lp_params"])
+        with pytest.raises(UnsupportedError, match="optimizer states of a GPU run"):
+            engine.offload_states(str(tmp_path))
+        assert engine.parked is None
+        for e in (engine, stayed):
+            e.destroy()
+
+
+def test_a_part_of_the_states_moves_and_deepspeeds_names():
+    from deepc.compat.runtime.settings.sections import OffloadStateTypeEnum as Kind
+
+    stayed, engine = pair_of(tiny.config(1, micro=8, precision="bf16"), {"type": "AdamW"})
+    owned = engine.plan.owned_elems
+    for step, (include, nbytes) in enumerate([([Kind.optim_states], 8), (["hp_params"], 4), (["lp_grads"], 4)]):
+        for e in (engine, stayed):
+            micro_batch(e, step)
+        engine.offload_states(include=include)
+        assert engine.parked.nbytes == nbytes * owned
+        engine.reload_states()
+    for e in (engine, stayed):
+        micro_batch(e, 7)
+    assert torch.equal(engine.state.master.cpu(), stayed.state.master.cpu())
+    engine.destroy()
+    stayed.destroy()
+
+
+def test_states_that_are_offloaded_already_stay_where_they_are():
+    cfg = tiny.config(2, micro=8, precision="bf16")
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    for ratio in (1.0, 0.5):
+        cfg["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        stayed, engine = pair_of(cfg, {"type": "AdamW"})
+        for step in range(3):
+            for e in (engine, stayed):
+                micro_batch(e, step)
+            engine.offload_states()
+            assert (engine.parked is None) == (ratio == 1.0)  # else the device's part is moved
+            engine.reload_states()
+        full = [{n: e.full_fp32_param(p).cpu() for n, p in e.module.named_parameters()} for e in (stayed, engine)]
+        assert all(torch.equal(full[1][n], t) for n, t in full[0].items())
+        engine.destroy()
+        stayed.destroy()
+
+
+def test_offload_states_under_deepspeeds_name(deepspeed):
+    """As OpenRLHF calls it: on the optimizer, with DeepSpeed's enumerations."""
+    from deepc.errors import UnsupportedError
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    cfg = {**tiny.config(3, micro=8, precision="bf16"), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine = deepspeed.initialize(model=tiny.make_model().to(GPU), config=cfg)[0]
+    losses = []
+    for _ in range(3):
+        x, y = (t.to(engine.device) for t in tiny.make_batch(0))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.contiguous_grad_buffer]
+        engine.optimizer.offload_states(
+            include=[*kinds, OffloadStateTypeEnum.hp_params],
+            device=OffloadDeviceEnum.cpu,
+            pin_memory=True,
+            non_blocking=True,
+        )
+        engine.empty_partition_cache()
+        assert engine.parked.nbytes == 16 * engine.plan.owned_elems
+        engine.reload_states(non_blocking=True)
+    assert losses[2] < losses[0]
+    with pytest.raises(UnsupportedError, match="goes to host memory"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    engine.destroy()

@@ -16,7 +16,7 @@ import torch
 from ..comm.groups import end_with
 from ..core import memory
 from ..core.foreign import private
-from ..errors import MisuseError
+from ..errors import DeepcError, MisuseError
 from ..parallel.axes import opened_comms
 from ..parallel.pipeline.part import further_names
 from .policy.precision import name_of
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ..zero.step.reducer import Reducer
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
+    from ..zero.tiers.parked import HostCopies
     from .data import TimedLoader
     from .events import Events
     from .policy.precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
@@ -176,6 +177,8 @@ class EngineBase(ModelWrapper):
 
     _undo: contextlib.ExitStack  # what destroy() undoes
     destroyed = False  # by destroy()
+    parked: HostCopies | None = None  # what offload_states has moved from a GPU to host memory
+    _stands: dict[str, Any]  # the state's arrays for which others stand then
     resumes_data = True  # load_checkpoint takes training_dataloader to where it was
     whole_logits = False  # of a vocabulary that is cut, beside the loss, where tensor_parallel says nothing of it
 
@@ -187,6 +190,14 @@ class EngineBase(ModelWrapper):
     _last = StepResult(False, "no step yet")
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
+
+    def require_states(self, call: str) -> None:
+        """DeepcError while offload_states has states of a GPU in host memory."""
+        if self.parked is not None:
+            raise DeepcError(
+                f"engine.{call}(): optimizer states are in host memory since engine.offload_states(); call"
+                " engine.reload_states() first"
+            )
 
     def require_alive(self, call: str) -> None:
         """MisuseError if the engine was destroyed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -334,6 +334,7 @@ class Engine(EngineBase):
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
         collective; if the disk broke it off, the next micro-batch is the step's first one)."""
         self.require_alive("zero_grad")
+        self.require_states("zero_grad")
         if self.broken_step:
             raise DeepcError(self.broken_step)
         if self.broken_pass:
@@ -382,6 +383,7 @@ class Engine(EngineBase):
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count.
         Collective."""
+        self.require_states("load_module_state_dict")
         access.load_module_state_dict(self, state_dict, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -392,17 +394,22 @@ class Engine(EngineBase):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     # ---- memory ------------------------------------------------------------------------------------------------------
-    def offload_states(self, nvme_path: str | None = None) -> None:
-        """Masters and moments go to disk, into `nvme_path` or the configuration's, and their memory is free. Training
-        goes on there, with the same bits (docs/tiers.md). Without effect where they are. Collective; after a DiskError
-        they are where they were."""
+    def offload_states(
+        self, nvme_path: str | None = None, *, include: Iterable[str] | None = None, locked: bool = True
+    ) -> None:
+        """Of a run on CPUs masters and moments go to disk, into `nvme_path` or the configuration's, and their memory is
+        free; training goes on there, with the same bits (docs/tiers.md). Of a run on a GPU what `include` names, by
+        DeepSpeed's names ("optim_states", "hp_params": fp32 masters, "lp_grads": accumulated gradients; None: all of
+        these), goes to host memory, in locked pages unless told otherwise, and its memory on the GPU is free; training
+        is a DeepcError until reload_states, forward goes on. Without effect where they are. Collective; after a
+        DiskError or an OutOfMemoryError they are where they were."""
         from .states.moving import offload
 
         with self.events.span("offload_states"):
-            offload(self, nvme_path)
+            offload(self, nvme_path, include, locked)
 
     def reload_states(self) -> None:
-        """Masters and moments come back into memory. Collective."""
+        """What offload_states has moved comes back. Collective; after an OutOfMemoryError another call goes on."""
         from .states.moving import reload
 
         with self.events.span("reload_states"):
@@ -423,6 +430,7 @@ class Engine(EngineBase):
         from .states.saving import save
 
         self.require_alive("save_checkpoint")
+        self.require_states("save_checkpoint")
 
         if not save_dir:
             raise ArgumentError(
@@ -448,6 +456,7 @@ class Engine(EngineBase):
         from .states.saving import load
 
         self.require_alive("load_checkpoint")
+        self.require_states("load_checkpoint")
 
         if custom_load_fn is not None:
             raise UnsupportedError(

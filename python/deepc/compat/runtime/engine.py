@@ -105,6 +105,9 @@ class DeepSpeedEngine(Engine):
             optimizers.name_adam(self)
         optimizers.show_as_client(self)
         optimizers.scale_as_stage_0(self)
+        # DeepSpeed's optimizers have these too
+        self.optimizer.offload_states = self.offload_states  # type: ignore[attr-defined]
+        self.optimizer.reload_states = self.reload_states  # type: ignore[attr-defined]
         if self.zero_optimization_stage() == 3:
             self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
 
@@ -422,16 +425,18 @@ class DeepSpeedEngine(Engine):
     def offload_states(  # type: ignore[override]  # DeepSpeed's arguments
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """device nvme: masters and moments go to disk (Engine.offload_states). To "cpu" without effect on a CPU, where
-        all states are in host memory."""
+        """device nvme: masters and moments go to disk (Engine.offload_states). "cpu": of a run on a GPU what `include`
+        names goes to host memory, None for all but parameters in the model's dtype, which stay; without effect on a
+        CPU, where all states are in host memory. non_blocking is accepted; they are there when it returns."""
         if device == "nvme":
+            if self.device.type != "cpu":
+                raise UnsupportedError(
+                    'offload_states of a GPU run goes to host memory: pass device="cpu", or set'
+                    " zero_optimization.offload_optimizer {device: nvme}"
+                )
             super().offload_states()
-            return
-        if self.device.type != "cpu":
-            raise UnsupportedError(
-                "offload_states on a GPU does not exist in deepc yet; set zero_optimization.offload_optimizer {device:"
-                " cpu}"
-            )
+        elif self.device.type != "cpu":
+            super().offload_states(include=include, locked=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """The counterpart of offload_states. What the configuration puts on disk stays there."""

@@ -1,29 +1,42 @@
-"""Masters and moments of an engine between memory and disk, while it trains (engine.offload_states, reload_states)."""
+"""States of an engine between memory and disk, and between a GPU and host memory, while it trains
+(engine.offload_states, reload_states)."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...core import memory
-from ...errors import ArgumentError, DeepcError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
 from ...optim.factory import check_format
-from ...optim.rules import LAMB
+from ...optim.rules import LAMB, ONEBIT
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
 from ...zero.tiers.disk import DiskTier, preflight
-from ...zero.tiers.windows import Array, Window
+from ...zero.tiers.parked import HostCopies
+from ...zero.tiers.split import parts_of
+from ...zero.tiers.windows import Array, Parked, Window
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
     from ..base import EngineBase
 
 
-def offload(engine: EngineBase, folder: str | None) -> None:
+# Of a GPU run, by DeepSpeed's names. Its two buffers of gradients are one here.
+MOVABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
+
+
+def offload(engine: EngineBase, folder: str | None, include: Iterable[str] | None = None, locked: bool = True) -> None:
     """Collective. See Engine.offload_states."""
     plan, optimizer = engine.plan, engine.optimizer
+    if engine.device.type != "cpu" and not folder:
+        _park(engine, include, locked)
+        return
+    if include is not None:
+        raise ArgumentError("offload_states: include= is for a run on a GPU; masters and moments go to disk together")
     if plan.disk is not None:
         return
     _check(engine)
@@ -65,6 +78,9 @@ def offload(engine: EngineBase, folder: str | None) -> None:
 def reload(engine: EngineBase) -> None:
     """Collective. See Engine.reload_states."""
     tier, state = engine.state.tier, engine.state
+    if engine.parked is not None:
+        _unpark(engine)
+        return
     if engine.plan.disk is None or tier is None:
         return
     _check(engine)
@@ -89,7 +105,7 @@ def _check(engine: EngineBase) -> None:
     check_format(engine.optimizer.base, engine.device.type, True)
     form = engine.optimizer.rule.form if engine.optimizer.rule is not None else ""
     why = (
-        "on a GPU"
+        "of a GPU run"
         if engine.device.type != "cpu"
         else f"of {type(engine.optimizer.base).__name__}, which torch steps in memory"
         if not engine.optimizer.core
@@ -114,6 +130,95 @@ def _check(engine: EngineBase) -> None:
         )
 
 
+# ---- of a GPU run ----------------------------------------------------------------------------------------------------
+def _park(engine: EngineBase, include: Iterable[str] | None, locked: bool) -> None:
+    names = _names(include)
+    if engine.parked is not None or (engine.state.state_device.type == "cpu" and engine.plan.host_elems is None):
+        return
+    if engine.broken_step:
+        raise DeepcError(engine.broken_step)
+    if engine.hooks.blocked:
+        raise DeepcError(engine.hooks.blocked)
+    if engine.hooks.open:
+        raise MisuseError("offload_states inside of a backward pass; call it behind one")
+    rule, state, optimizer = engine.optimizer.rule, engine.state, engine.optimizer
+    if rule is not None and rule.kind == ONEBIT and "optim_states" in names:
+        raise UnsupportedError(
+            f"optimizer states of {type(optimizer.base).__name__} can't be moved: they are exchanged from where they"
+            " lie"
+        )
+    tensors = [(t, wanted) for t, wanted in _on_device(engine, names) if t.device.type == engine.device.type]
+    failure: Exception | None = None
+    copies = None
+    try:
+        copies = HostCopies(tensors, locked)
+    except DeepcError as exc:
+        failure = exc
+    try:
+        together(engine.everyone, failure)
+    except DeepcError:
+        if copies is not None:
+            copies.bring_back()
+        raise
+    assert copies is not None  # else there was a failure
+    engine.parked, engine._stands = copies, {}
+    if "hp_params" in names and state.master is not None:
+        engine._stands["master"], state.master = state.master, _parked("master", state.master)
+    if names & {"lp_grads", "contiguous_grad_buffer"}:
+        engine._stands["acc"], state.acc = state.acc, cast(torch.Tensor, _parked("acc", state.acc))
+    if "optim_states" in names:
+        optimizer.park({n: _parked(n, a) for n, a in optimizer.states.items()} if optimizer.core else {})
+    engine.hooks.blocked = (
+        "optimizer states are in host memory since engine.offload_states(); call engine.reload_states() first"
+    )
+
+
+def _unpark(engine: EngineBase) -> None:
+    assert engine.parked is not None  # the caller has looked
+    failure: Exception | None = None
+    try:
+        engine.parked.bring_back()
+    except DeepcError as exc:
+        failure = exc
+    together(engine.everyone, failure)
+    for name, array in engine._stands.items():
+        setattr(engine.state, name, array)
+    engine._stands.clear()
+    engine.parked, engine.hooks.blocked = None, ""
+    engine.optimizer.unpark()
+
+
+def _names(include: Iterable[str] | None) -> set[str]:
+    if include is None:
+        return set(MOVABLE)
+    names = {str(getattr(n, "value", n)) for n in include}
+    if "lp_params" in names:
+        raise UnsupportedError(
+            "offload_states: parameters in the model's dtype (lp_params) stay on the GPU, where a forward needs them;"
+            f" move {', '.join(MOVABLE[:3])}, or keep parameters in host memory from the start"
+            " (zero_optimization.offload_param, docs/gpu-memory.md)"
+        )
+    if unknown := sorted(names - set(MOVABLE)):
+        raise ArgumentError(f"offload_states: include has {unknown[0]!r}; there are {', '.join(MOVABLE)}")
+    return names
+
+
+def _on_device(engine: EngineBase, names: set[str]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """(a tensor, whether its contents are wanted again) of what is named."""
+    state: Any = engine.state
+    if "hp_params" in names and state.master is not None and engine.plan.disk is None:
+        yield from ((t, True) for t in parts_of(state.master))
+    if names & {"lp_grads", "contiguous_grad_buffer"}:
+        yield from ((t, engine.hooks.accumulated) for t in parts_of(state.acc))
+    if "optim_states" in names and engine.optimizer.core:
+        yield from ((t, True) for t in engine.optimizer.device_states())
+
+
+def _parked(name: str, array: Array) -> Parked:
+    return Parked(name, len(array), array.dtype)
+
+
+# ---- between memory and disk -----------------------------------------------------------------------------------------
 def _copy(given: dict[str, Array], taken: dict[str, Array]) -> None:
     for name, array in given.items():
         for part in Window(taken[name] if isinstance(array, torch.Tensor) else array).parts():

@@ -117,6 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._device_runs: list[Run] = []  # of those whose states are divided between host and device
         self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
+        self._is_parked = False  # the states are in host memory for a while
+        self._parked: dict[str, Array] = {}
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
@@ -343,6 +345,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._state.master is not None:
             self._state.master = arrays["master"]
         self._make_args()
+
+    def device_states(self) -> Iterator[torch.Tensor]:
+        """What the states of the core's optimizers lie in, in memory."""
+        for _, _, window in self.owned_states():
+            if isinstance(window.array, Coded):
+                for piece in window.array.pieces.values():
+                    yield from (piece.codes, piece.scale)
+            elif isinstance(window.array, torch.Tensor):
+                yield window.array
+        for _, _, whole in self.whole_states():
+            yield whole
+
+    def park(self, parked: Mapping[str, Array]) -> None:
+        """The states are in host memory, and `parked` stands for the engine's arrays of them, until `unpark`. Those of
+        a torch optimizer are moved there."""
+        self._parked, self.states = self.states if self.core else {}, dict(parked)
+        self._is_parked = True
+        self._move_twins(torch.device("cpu"))
+
+    def unpark(self) -> None:
+        """They are where they were, at other addresses."""
+        self._is_parked = False
+        if self.core:
+            self.states = self._parked
+            self._make_args()
+        self._move_twins(self._state.state_device)
+
+    def _move_twins(self, device: torch.device) -> None:
+        for state in [] if self.core else self._twin.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    state[name] = value.to(device)
+
+    def _require_here(self) -> None:
+        if self._is_parked:
+            raise UnsupportedError(
+                "optimizer states are in host memory since engine.offload_states(); call engine.reload_states() first"
+            )
 
     def follow_state(self) -> None:
         """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
@@ -590,6 +630,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         """Yields (state name, segment, this rank's part of it) for every optimizer state tensor."""
+        self._require_here()
         if self._across is not None:
             yield from self._across.owned_states()
             return
@@ -605,6 +646,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yields (state name, flat parameter, the state) for every one that all ranks have whole."""
+        self._require_here()
         yield from () if self._across is None else self._across.whole_states()
 
     def own_states(self) -> Iterator[OwnState]:

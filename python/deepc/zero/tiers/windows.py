@@ -15,9 +15,59 @@ from .split import Split
 PART = 1 << 20  # elements of what is on disk that are in memory at a time
 
 
-class OnDisk:
-    """[numel] of `dtype`: an array of a rank's states that lies on disk. No tensor: what is taken for one by mistake is
-    an UnsupportedError, and not a tensor of zeros. See Window."""
+class NoTensor:
+    """What stands for an array that lies elsewhere: what takes it for a tensor by mistake is told so (`_refuse`), and
+    gets no tensor of zeros."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and others ask whether there is such a method
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse("[...]")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self._refuse("[...] =")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given = [
+            a for group in (*args, *(kwargs or {}).values()) for a in (group if isinstance(group, list) else [group])
+        ]
+        found = next((a for a in given if isinstance(a, cls)), None)
+        if found is None:
+            raise UnsupportedError("an array that lies elsewhere was passed to torch as a tensor")
+        found._refuse(f"torch's {getattr(function, '__name__', function)}")
+
+
+class Parked(NoTensor):
+    """An array that offload_states() has moved from a device to host memory, until reload_states()."""
+
+    def __init__(self, name: str, elems: int, dtype: torch.dtype) -> None:
+        self._name, self._elems, self.dtype = name, elems, dtype
+
+    def __len__(self) -> int:
+        return self._elems
+
+    def __repr__(self) -> str:
+        return f"Parked('{self._name}', {self._elems:,} elements)"
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of '{self._name}', which engine.offload_states() has moved to host memory: call"
+            " engine.reload_states() first"
+        )
+
+
+class OnDisk(NoTensor):
+    """[numel] of `dtype`: an array of a rank's states that lies on disk. See Window."""
 
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream, self._name, self.dtype = stream, name, stream.arrays[name]
@@ -42,32 +92,8 @@ class OnDisk:
             " tensor; read and write it by deepc.view(p), or by its windows (zero/tiers/windows.py)"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and others ask whether there is such a method
-            raise AttributeError(name)
-        self._refuse(f".{name}")
 
-    def __getitem__(self, index: object) -> NoReturn:
-        self._refuse("[...]")
-
-    def __setitem__(self, index: object, value: object) -> NoReturn:
-        self._refuse("[...] =")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        given = [
-            a for group in (*args, *(kwargs or {}).values()) for a in (group if isinstance(group, list) else [group])
-        ]
-        found = next((a for a in given if isinstance(a, cls)), None)
-        if found is None:
-            raise UnsupportedError("an array that lies on disk was passed to torch as a tensor")
-        found._refuse(f"torch's {getattr(function, '__name__', function)}")
-
-
-Array = torch.Tensor | OnDisk | Coded | CodedOnDisk | Split
+Array = torch.Tensor | OnDisk | Coded | CodedOnDisk | Split | Parked
 
 
 class Window:
@@ -80,7 +106,7 @@ class Window:
         self.length = len(array) - begin if length is None else length
         if isinstance(array, Split):
             array, begin = array.part(begin, begin + self.length)
-        self.array: torch.Tensor | OnDisk | Coded | CodedOnDisk = array
+        self.array: torch.Tensor | OnDisk | Coded | CodedOnDisk | Parked = array
         self.begin = begin
 
     @property
