@@ -12,36 +12,36 @@ struct FactorBlock {
   const dc_adafactor_args &tensor;
   int64_t number;
 };
-__device__ __forceinline__ FactorBlock factor_block(const FactorTable &table) {
+__device__ __forceinline__ FactorBlock adafactor_block(const FactorTable &table) {
   const int which = dc_gpu::adamw_find(table, (int32_t)blockIdx.x);
   return {table.tensor[which], (int64_t)blockIdx.x - table.first[which]};
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_tops_kernel(const __grid_constant__ FactorTable table) {
   __shared__ dc_gpu::FactorRoom<uint32_t> room;
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   dc_gpu::factor_tops(block.tensor, block.number, &room);
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_sums_kernel(const __grid_constant__ FactorTable table) {
   __shared__ dc_gpu::FactorRoom<double> room;
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   dc_gpu::factor_sums(block.tensor, block.number, &room);
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_rows_kernel(const __grid_constant__ FactorTable table) {
   __shared__ dc_gpu::FactorRows room;
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   dc_gpu::factor_rows(block.tensor, block.number, &room);
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_columns_kernel(const __grid_constant__ FactorTable table) {
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   dc_gpu::factor_column_vars(block.tensor, block.number, (int)threadIdx.x, FACTOR_THREADS);
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_norms_kernel(const __grid_constant__ FactorTable table) {
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   const dc_adafactor_args &t = block.tensor;
   const int64_t k = block.number * (FACTOR_THREADS / LAMB_LANES) + threadIdx.x / LAMB_LANES;
   if (k >= dc_gpu::factor_block_count(t)) return; // all threads of a group
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_norms_kernel(const _
 }
 
 __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_apply_kernel(const __grid_constant__ FactorTable table) {
-  const FactorBlock block = factor_block(table);
+  const FactorBlock block = adafactor_block(table);
   dc_gpu::factor_apply(block.tensor, block.number, (int)threadIdx.x, FACTOR_THREADS);
 }
 
@@ -71,7 +71,8 @@ struct FactorPass {
   Blocks blocks; // of threads that a tensor has
 };
 
-static int factor_launch(const FactorPass &pass, const dc_adafactor_args *tensors, int64_t count, cudaStream_t stream) {
+static int adafactor_launch(const FactorPass &pass, const dc_adafactor_args *tensors, int64_t count,
+                            cudaStream_t stream) {
   for (int64_t next = 0; next < count;) {
     FactorTable table;
     next = dc_gpu::fill_factors(&table, tensors, next, count, pass.blocks);
@@ -82,8 +83,8 @@ static int factor_launch(const FactorPass &pass, const dc_adafactor_args *tensor
   return DC_OK;
 }
 
-static int factor_run(const dc_adafactor_args *tensors, int64_t count, const FactorPass *passes, int n,
-                      cudaStream_t stream) {
+static int adafactor_run(const dc_adafactor_args *tensors, int64_t count, const FactorPass *passes, int n,
+                         cudaStream_t stream) {
   const void *any = nullptr;
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_adafactor(&tensors[k], k));
@@ -96,38 +97,40 @@ static int factor_run(const dc_adafactor_args *tensors, int64_t count, const Fac
   if (!any) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(any, "param"));
-  for (int j = 0; j < n; j++) DC_TRY(factor_launch(passes[j], tensors, count, stream));
+  for (int j = 0; j < n; j++) DC_TRY(adafactor_launch(passes[j], tensors, count, stream));
   return DC_OK;
 }
 
-static int factor_call(const dc_adafactor_args *tensors, int64_t count, const FactorPass *passes, int n, void *stream) {
+static int adafactor_call(const dc_adafactor_args *tensors, int64_t count, const FactorPass *passes, int n,
+                          void *stream) {
   const void *list;
   void *owned;
   int rc = CHECK_LIST(dc_adafactor_args, reserved, tensors, count, &list, &owned);
   if (rc == DC_OK)
-    rc = factor_run(static_cast<const dc_adafactor_args *>(list), count, passes, n, static_cast<cudaStream_t>(stream));
+    rc = adafactor_run(static_cast<const dc_adafactor_args *>(list), count, passes, n,
+                       static_cast<cudaStream_t>(stream));
   free(owned);
   return rc;
 }
 
 int dc_cuda_adafactor_tops(const dc_adafactor_args *stretches, int64_t count, void *stream) {
   const FactorPass pass = {adafactor_tops_kernel, dc_gpu::factor_tiles};
-  return factor_call(stretches, count, &pass, 1, stream);
+  return adafactor_call(stretches, count, &pass, 1, stream);
 }
 int dc_cuda_adafactor_sums(const dc_adafactor_args *stretches, int64_t count, void *stream) {
   const FactorPass pass = {adafactor_sums_kernel, dc_gpu::factor_tiles};
-  return factor_call(stretches, count, &pass, 1, stream);
+  return adafactor_call(stretches, count, &pass, 1, stream);
 }
 int dc_cuda_adafactor_factors(const dc_adafactor_args *parameters, int64_t count, void *stream) {
   const FactorPass passes[] = {{adafactor_rows_kernel, dc_gpu::factor_matrices},
                                {adafactor_columns_kernel, dc_gpu::factor_column_blocks}};
-  return factor_call(parameters, count, passes, 2, stream);
+  return adafactor_call(parameters, count, passes, 2, stream);
 }
 int dc_cuda_adafactor_norms(const dc_adafactor_args *stretches, int64_t count, void *stream) {
   const FactorPass pass = {adafactor_norms_kernel, dc_gpu::factor_norm_blocks};
-  return factor_call(stretches, count, &pass, 1, stream);
+  return adafactor_call(stretches, count, &pass, 1, stream);
 }
 int dc_cuda_adafactor_apply(const dc_adafactor_args *stretches, int64_t count, void *stream) {
   const FactorPass pass = {adafactor_apply_kernel, dc_gpu::factor_chunks};
-  return factor_call(stretches, count, &pass, 1, stream);
+  return adafactor_call(stretches, count, &pass, 1, stream);
 }
