@@ -341,3 +341,51 @@ def test_ranks_that_save_under_different_tags(tmp_path, wanted):
     assert [name for name, _ in found] == ["at0", "at0"]
     assert [len(said) for _, said in found] == [wanted == "WARN", 0]
     assert all(different in text for _, said in found for text in said)
+
+
+# ---- a rank that is still reading ------------------------------------------------------------------------------------
+def _load_beside_a_forward(rank, world, folder, on_disk):
+    """(the loss before, of a forward in whose middle the other rank wants to load a checkpoint, and behind that)."""
+    import time
+
+    zero = {"offload_param": {"device": "nvme", "nvme_path": folder}, "stage3_param_persistence_threshold": 0}
+    limits = {"stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 10_000}
+    import deepc
+
+    cfg = tiny.config(3, micro=4)
+    cfg["zero_optimization"].update({**zero, **limits} if on_disk else {})
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    train(engine, rank, world, range(1))
+    engine.save_checkpoint(f"{folder}/saved")
+    train(engine, rank, world, range(1, 4))
+    x, y = tiny.make_batch(0)
+    told = []
+    with torch.no_grad():
+        told.append(engine(x, y).item())
+        other = Path(folder, "loads")
+        if rank == 0:
+
+            def wait(*_):
+                end = time.monotonic() + 100
+                while not other.exists() and time.monotonic() < end:
+                    time.sleep(0.01)
+                time.sleep(1)  # in which it would have loaded
+
+            hook = engine.module.blocks[0].register_forward_hook(wait)
+            told.append(engine(x, y).item())
+            hook.remove()
+        else:
+            told.append(engine(x, y).item())
+            other.touch()
+        engine.load_checkpoint(f"{folder}/saved")
+        told.append(engine(x, y).item())
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_loading_waits_for_ranks_that_still_read(tmp_path, on_disk):
+    ranks = run_ranks(_load_beside_a_forward, 2, str(tmp_path), on_disk)
+    assert ranks[0] == ranks[1]
+    before, beside, behind = ranks[0]
+    assert beside == before != behind

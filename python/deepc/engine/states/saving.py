@@ -283,6 +283,7 @@ def load(
     if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
         logger.warning("no checkpoint in %s: nothing was loaded", directory)
         return None, {}
+    engine.group.barrier()  # nobody reads the old values any more: a forward elsewhere, initialize
     if optimizer_states and engine.auto_precision is not None:
         _take_precision(engine, directory, tag)
     failure: Exception | None = None
