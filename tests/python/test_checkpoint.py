@@ -345,7 +345,8 @@ def test_ranks_that_save_under_different_tags(tmp_path, wanted):
 
 # ---- a rank that is still reading ------------------------------------------------------------------------------------
 def _load_beside_a_forward(rank, world, folder, on_disk):
-    """(the loss before, of a forward in whose middle the other rank wants to load a checkpoint, and behind that)."""
+    """Losses: where the checkpoint was saved, later, of a forward in whose middle the other rank wants to load it, and
+    behind that."""
     import time
 
     zero = {"offload_param": {"device": "nvme", "nvme_path": folder}, "stage3_param_persistence_threshold": 0}
@@ -357,9 +358,11 @@ def _load_beside_a_forward(rank, world, folder, on_disk):
     engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
     train(engine, rank, world, range(1))
     engine.save_checkpoint(f"{folder}/saved")
-    train(engine, rank, world, range(1, 4))
     x, y = tiny.make_batch(0)
     told = []
+    with torch.no_grad():
+        told.append(engine(x, y).item())
+    train(engine, rank, world, range(1, 4))
     with torch.no_grad():
         told.append(engine(x, y).item())
         other = Path(folder, "loads")
@@ -387,5 +390,5 @@ def _load_beside_a_forward(rank, world, folder, on_disk):
 def test_loading_waits_for_ranks_that_still_read(tmp_path, on_disk):
     ranks = run_ranks(_load_beside_a_forward, 2, str(tmp_path), on_disk)
     assert ranks[0] == ranks[1]
-    before, beside, behind = ranks[0]
-    assert beside == before != behind
+    saved, before, beside, behind = ranks[0]
+    assert beside == before != saved == behind

@@ -649,3 +649,32 @@ def test_offload_states_under_deepspeeds_name(deepspeed):
     with pytest.raises(UnsupportedError, match="goes to host memory"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     engine.destroy()
+
+
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+def test_a_forward_behind_loading_has_the_loaded_weights(place, tmp_path):
+    """What was brought to the device ahead of its use, before the checkpoint was loaded, is brought again."""
+    import deepc
+
+    cfg = tiny.config(3, micro=8, precision="bf16")
+    cfg["zero_optimization"] |= {"stage3_prefetch_bucket_size": 20_000, "stage3_param_persistence_threshold": 0}
+    if place != "none":
+        given = {"device": place, "nvme_path": str(tmp_path)}
+        cfg["zero_optimization"] |= {"offload_param": given, "offload_optimizer": {**given, "device": "cpu"}}
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+
+    def evaluated():
+        with torch.no_grad():
+            return engine(x, y).item()
+
+    micro_batch(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    want = evaluated()
+    for step in range(1, 4):
+        micro_batch(engine, step)
+    assert evaluated() != want
+    evaluated()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert evaluated() == want
+    engine.destroy()

@@ -195,6 +195,7 @@ class Engine(EngineBase):
         try:
             with self._death_is_told():
                 if self.broken_step:
+                    self.group.barrier()  # nobody reads parameters any more: there may have been a forward in between
                     result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
                     return result
                 self.hooks.check()
