@@ -281,14 +281,12 @@ def test_a_transfer_that_fails_loses_nothing(world, stage, tmp_path):
 # ---- the configuration -----------------------------------------------------------------------------------------------
 def test_what_the_configuration_says(tmp_path):
     from deepc.config.tree import Config
-    from deepc.errors import ConfigError
 
     cfg = spilled(tiny.config(0, micro=1), tmp_path)
     asked = Config.load(cfg, world_size=1, device_type="cpu")
     assert asked.activation_checkpointing.cpu_checkpointing and asked.deepc.activations.nvme_path == str(tmp_path)
     assert not any("activation" in i.key for i in asked.inert)
-    with pytest.raises(ConfigError, match="exists on CPUs"):
-        Config.load(cfg, world_size=1, device_type="cuda")
+    assert not any("activation" in i.key for i in Config.load(cfg, world_size=1, device_type="cuda").inert)
     del cfg["deepc"]
     (told,) = (i for i in Config.load(cfg, world_size=1, device_type="cpu").inert if "activation" in i.key)
     assert "host memory anyway" in told.reason

@@ -678,3 +678,122 @@ def test_a_forward_behind_loading_has_the_loaded_weights(place, tmp_path):
     engine.load_checkpoint(tmp_path / "saved")
     assert evaluated() == want
     engine.destroy()
+
+
+# ---- saved activations -----------------------------------------------------------------------------------------------
+def activations_to(place: str, folder, **keys) -> dict:
+    on_disk = {"nvme_path": str(folder)} if place == "disk" else {}
+    return {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "deepc": {"activations": {"min_bytes": 1024, **on_disk, **keys}},
+    }
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize("recompute, everything", [("nonreentrant", False), ("reentrant", False), ("", True)])
+def test_saved_activations_leave_the_gpu_and_come_back_with_the_same_bits(
+    recompute, everything, stage, precision, place, tmp_path
+):
+    cfg, runs = tiny.config(stage, micro=8, precision=precision), []
+    for more in ({}, activations_to(place, tmp_path, all=everything)):
+        model = tiny.make_model(layers=10, **({"recompute": recompute} if recompute else {}))
+        losses, weights, engine = train({**cfg, **more}, 3, model)
+        stats = engine.activations.stats()
+        engine.destroy()
+        runs.append((losses, weights))
+    assert runs[1][0] == runs[0][0]
+    assert all(torch.equal(runs[1][1][n], t) for n, t in runs[0][1].items())
+    assert stats["bytes_to_host"] > 0 and (stats["bytes_written"] > 0) == (place == "disk")
+    if place == "disk":
+        assert 0 < stats["bytes_read"] <= stats["bytes_written"] <= stats["bytes_to_host"]
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_deep_model_holds_few_of_its_activations_on_the_gpu(place, tmp_path):
+    """Of 48 inputs of blocks, with what is on its way: less than a quarter."""
+    import deepc
+    from torch.utils.checkpoint import checkpoint
+
+    class Deep(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(64)) for _ in range(48)])
+
+        def forward(self, x):
+            for w in self.weights:
+                x = checkpoint(lambda x, w: torch.tanh(x * w), x, w, use_reentrant=False)
+            return x.square().mean()
+
+    most = []
+    cfg = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for more in ({}, activations_to(place, tmp_path)):
+        engine = deepc.initialize(model=Deep(), config={**cfg, **more}, device=GPU)[0]
+        x = torch.ones(1024, 64, device=GPU)
+        gpu.synchronize()
+        gpu.reset_peak_memory_stats()
+        before = gpu.memory_allocated()
+        loss = engine(x)
+        held = gpu.memory_allocated() - before
+        engine.backward(loss)
+        most.append((held, gpu.max_memory_allocated() - before))
+        engine.step()
+        engine.destroy()
+    assert most[0][0] >= 45 * x.nbytes
+    assert most[1][0] < 6 * x.nbytes and most[1][1] < 12 * x.nbytes, most
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_activations_that_are_changed_or_asked_for_twice(place, tmp_path):
+    from deepc.offload.away import BEHIND, DeviceSpill
+    from deepc.offload.spill import Spill
+
+    away = DeviceSpill(Spill(tmp_path, "activations", locked=True) if place == "disk" else None)
+    drawn = [torch.randint(0, 255, (5000 + 7 * k,), dtype=torch.uint8) for k in range(12)]
+    values = [away.put(d.to(GPU)) for d in drawn]
+    for order in (range(11, -1, -1), (3, 9, 0, 1, 2, 11)):
+        for k in order:
+            assert torch.equal(values[k].get().cpu(), drawn[k]), k
+    del values
+    changed = torch.zeros(5000, dtype=torch.uint8, device=GPU)
+    kept = away.put(changed)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.get()
+    later = [away.put(d.to(GPU)) for d in drawn[: BEHIND + 1]]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.get()
+    assert torch.equal(later[0].get().cpu(), drawn[0])
+
+
+def test_a_disk_that_refuses_an_activation_loses_nothing(tmp_path, monkeypatch):
+    from deepc.errors import DiskFullError
+    from deepc.offload.spill import Spill
+
+    cfg = {**tiny.config(2, micro=8), **activations_to("disk", tmp_path)}
+    stayed, engine = (made(cfg) for _ in range(2))
+    whole, failing = Spill.put, []
+
+    def put(self, values):
+        if failing and failing.pop():
+            raise DiskFullError("[made by the test]")
+        return whole(self, values)
+
+    monkeypatch.setattr(Spill, "put", put)
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    failing += [True, False]
+    with pytest.raises(DiskFullError, match="made by the test"):
+        engine(x, y)
+    failing.clear()
+    for e in (engine, stayed):
+        micro_batch(e, 0)
+    full = [{n: e.full_fp32_param(p).cpu() for n, p in e.module.named_parameters()} for e in (stayed, engine)]
+    assert all(torch.equal(full[1][n], t) for n, t in full[0].items())
+    for e in (engine, stayed):
+        e.destroy()
+
+
+def made(cfg: dict):
+    import deepc
+
+    return deepc.initialize(model=tiny.make_model(layers=6, recompute="nonreentrant"), config=cfg, device=GPU)[0]

@@ -88,6 +88,29 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(kDevice, &memory)
 
+// torch's own locked memory (pin_memory=True), full of NaN until it is written, and again when it is given back.
+void give_back_locked(void *p) {
+  if (!p) return;
+  const Held held(lock);
+  memset(p, 0xff, locked[(uintptr_t)p]);
+  locked.erase((uintptr_t)p);
+  free(p);
+}
+struct LockedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    void *p = n ? aligned_alloc(4096, (n + 4095) / 4096 * 4096) : nullptr;
+    if (p) {
+      const Held held(lock);
+      memset(p, 0xff, n);
+      locked[(uintptr_t)p] = n;
+    }
+    return {p, p, &give_back_locked, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back_locked; }
+  void copy_data(void *to, const void *from, size_t n) const override { memcpy(to, from, n); }
+};
+LockedMemory locked_memory;
+
 bool is_locked(const void *p) {
   const Held held(lock);
   auto at = locked.upper_bound((uintptr_t)p);
@@ -109,7 +132,7 @@ struct MTIAHooks final : at::MTIAHooksInterface {
   bool hasMTIA() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void *p) const override { return is_locked(p); }
-  c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Allocator *getPinnedMemoryAllocator() const override { return &locked_memory; }
 };
 REGISTER_MTIA_HOOKS(MTIAHooks)
 } // namespace at

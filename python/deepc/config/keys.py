@@ -1014,7 +1014,7 @@ KEYS: tuple[Key, ...] = (
         "deepc.activations.nvme_path",
         "str",
         None,
-        "With activation_checkpointing.cpu_checkpointing, the folder on a local disk that activations go to (CPUs).",
+        "With activation_checkpointing.cpu_checkpointing, the folder on a local disk that activations go to.",
     ),
     _active(
         "deepc.activations.all",

@@ -368,9 +368,7 @@ class Loader:
             count = self.values[number] = None
         elif count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             self.fail(number, count, "must be a number of checkpoints, 1 or more, null or false.")
-        if on and folder and self.device != "cpu":
-            self.fail(f"{section}.nvme_path", folder, f"exists on CPUs, and this run is on {self.device}. Remove it.")
-        elif on and not folder and self.device == "cpu":
+        if on and not folder and self.device == "cpu":
             reason = f"a CPU run keeps everything in host memory anyway; {section}.nvme_path puts activations on disk"
             self.inert.append(InertKey(path, on, reason))
         shared = self.get(cut) and (self.get("tensor_parallel.autotp_size") or 1) > 1

@@ -72,7 +72,7 @@ class Spilled:
     def _fetch(self) -> None:
         """Starts to read it, where it is neither in memory nor on its way."""
         if self._held is None and self._io is None:
-            self._coming = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._spill.locked)
             self._io = self._spill._file.read_async(self._coming, self._offset)
 
     def _settle(self) -> None:
@@ -96,10 +96,11 @@ class Spilled:
 
 
 class Spill:
-    """what: its values' name in messages. One thread at a time. DiskError: no file can be made in `folder`."""
+    """what: its values' name in messages. locked: they come back in memory that a GPU reaches. One thread at a time.
+    DiskError: no file can be made in `folder`."""
 
-    def __init__(self, folder: str | os.PathLike[str], what: str) -> None:
-        self.folder, self.what = os.path.expanduser(folder), what
+    def __init__(self, folder: str | os.PathLike[str], what: str, locked: bool = False) -> None:
+        self.folder, self.what, self.locked = os.path.expanduser(folder), what, locked
         self._own = Nameless(self.folder)
         self._file = File(self._own.path, "r+")
         self._all: dict[int, weakref.ref[Spilled]] = {}

@@ -618,7 +618,8 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
             engine.module, engine._config, engine.device, tensor_group(mesh) if mesh.tp > 1 else None
         )
         undo.callback(engine.activations.close)
-        if section.budget is not None and asked.nvme_path and engine.plan.mode != "streamed":
+        moves_blocks = engine.plan.mode != "streamed" and engine.device.type == "cpu"
+        if section.budget is not None and asked.nvme_path and moves_blocks:
             moves = Moves(asked.nvme_path, asked.min_bytes)
             undo.callback(moves.close)
     except DeepcError as exc:

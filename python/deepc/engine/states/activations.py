@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...core.foreign import private
 from ...nn.arena import Arena
+from ...offload.away import DeviceSpill
 from ...offload.place import make_folder
 from ...offload.spill import Spill, Spilled
 from ...parallel.saved import Partition
@@ -44,7 +45,7 @@ class Activations:
         asked, section = config.deepc.activations, config.activation_checkpointing
         self._module, self._least = module, asked.min_bytes
         self._place = place = place_for(section, asked.nvme_path, device)
-        self._all = asked.all and isinstance(place, (_Disk, _Host))
+        self._all = asked.all and isinstance(place, (_Disk, _Away))
         cuts = section.partition_activations and group is not None and group.size > 1 and device.type == "cpu"
         self._partition = Partition(group, place.put) if cuts and group is not None else None
         self._kept: set[int] = set()
@@ -52,7 +53,7 @@ class Activations:
     @property
     def on_disk(self) -> bool:
         """Whether they go to disk."""
-        return isinstance(self._place, _Disk)
+        return self._place.on_disk
 
     @property
     def cuts(self) -> bool:
@@ -60,12 +61,13 @@ class Activations:
         return self._partition is not None
 
     def stats(self) -> dict[str, int]:
-        """Of the disk, counted since the start: "bytes_written", "bytes_read", and "most_bytes" of the file. Of
+        """Of the disk, counted since the start: "bytes_written", "bytes_read", and "most_bytes" of the file; of a GPU
+        "bytes_to_host". Of
         contiguous memory: "contiguous_used" now, the most of it, "contiguous_committed" and "contiguous_reserved". Of
         tensor-parallel ranks: "bytes_cut", and "bytes_whole" that they don't have alike."""
         cut = self._partition
         shared = {"bytes_cut": 0, "bytes_whole": 0} if cut is None else vars_of(cut, "bytes_cut", "bytes_whole")
-        return {**_Disk.nothing, **_Contiguous.nothing, **self._place.stats(), **shared}
+        return {**_Disk.nothing, **_Away.nothing, **_Contiguous.nothing, **self._place.stats(), **shared}
 
     @private.uncompiled
     def around(self) -> contextlib.AbstractContextManager[Any]:
@@ -118,18 +120,18 @@ def unpack(kept: Any) -> torch.Tensor:
 
 def place_for(section: ActivationCheckpointingConfig, folder: str | None, device: torch.device) -> Place:
     """Where the configuration wants what is saved. DiskError: not in this folder."""
+    if section.cpu_checkpointing and device.type != "cpu":
+        return _Away(device.type, folder)
     if section.cpu_checkpointing and folder:
         return _Disk(folder)
     if section.contiguous_memory_optimization and device.type == "cpu":
         return _Contiguous(section.number_checkpoints or 1)
-    if section.cpu_checkpointing and device.type != "cpu":
-        return _Host(device.type)
     return Place()
 
 
 def place_of(kind: str, given: Any) -> Place:
     """ "contiguous": for so many values like the first; "host": for tensors of the device type `given`."""
-    return _Contiguous(given) if kind == "contiguous" else _Host(given)
+    return _Contiguous(given) if kind == "contiguous" else _Away(given)
 
 
 def vars_of(value: Any, *names: str) -> dict[str, int]:
@@ -150,9 +152,10 @@ def _is_of_a_checkpoint() -> bool:
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 class Place:
-    """Where it is. moves: whether what is put goes somewhere else. of: the device of what is put there."""
+    """Where it is. moves: whether what is put goes somewhere else, on_disk: to a disk. of: the device of what is put
+    there."""
 
-    moves = False
+    moves = on_disk = False
     of = "cpu"
 
     def put(self, x: torch.Tensor) -> Any:
@@ -185,14 +188,14 @@ class _Here:
 
 
 class _Disk(Place):
-    moves = True
+    moves = on_disk = True
     nothing: ClassVar[dict[str, int]] = dict.fromkeys(("bytes_written", "bytes_read", "most_bytes"), 0)
 
     def __init__(self, folder: str) -> None:
         self._spill = Spill(make_folder(folder), "activations")
 
     def put(self, x: torch.Tensor) -> Any:
-        return _OnDisk(self._spill, x)
+        return _Dense(self._spill, x)
 
     def stats(self) -> dict[str, int]:
         return vars_of(self._spill, *self.nothing)
@@ -201,16 +204,27 @@ class _Disk(Place):
         self._spill.close()
 
 
-class _Host(Place):
-    """of: the device whose tensors go to the host."""
+class _Away(Place):
+    """of: the device whose tensors go to the host's memory, or to disk through it."""
 
     moves = True
+    nothing: ClassVar[dict[str, int]] = {"bytes_to_host": 0}
 
-    def __init__(self, of: str) -> None:
-        self.of = of
+    def __init__(self, of: str, folder: str | None = None) -> None:
+        self.of, self.on_disk = of, folder is not None
+        self._spill = None if folder is None else Spill(make_folder(folder), "activations", locked=True)
+        self._device = DeviceSpill(self._spill)
 
     def put(self, x: torch.Tensor) -> Any:
-        return _OnHost(x)
+        return _Dense(self._device, x)
+
+    def stats(self) -> dict[str, int]:
+        of_disk = {} if self._spill is None else vars_of(self._spill, *_Disk.nothing)
+        return {**of_disk, "bytes_to_host": self._device.bytes_out}
+
+    def close(self) -> None:
+        if self._spill is not None:
+            self._spill.close()
 
 
 class _Contiguous(Place):
@@ -235,13 +249,13 @@ class _Contiguous(Place):
         return {f"contiguous_{n}": getattr(now, n) for n in self._names}
 
 
-class _OnDisk:
-    """A saved tensor on disk, dense, in its own order of strides."""
+class _Dense:
+    """A saved tensor elsewhere, dense, in its own order of strides."""
 
-    def __init__(self, spill: Spill, x: torch.Tensor) -> None:
+    def __init__(self, spill: Spill | DeviceSpill, x: torch.Tensor) -> None:
         self._dtype, self._shape, self._stride = x.dtype, x.shape, x.stride()
         flat = x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
-        self._value: Spilled = spill.put(flat)
+        self._value = spill.put(flat)
 
     def value(self) -> torch.Tensor:
         return self._value.get().view(self._dtype).as_strided(self._shape, self._stride)
@@ -352,16 +366,3 @@ class Knows(Protocol):
 
     def storage(self, x: torch.Tensor) -> tuple[int, int] | None: ...
     def held_anyway(self) -> set[int]: ...
-
-
-class _OnHost:
-    """A saved tensor of a GPU in pinned host memory. Both copies are on the stream that computes."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._device, self._shape, self._stride = x.device, x.shape, x.stride()
-        flat = x.detach().as_strided((x.numel(),), (1,))
-        self._flat = torch.empty(flat.shape, dtype=x.dtype, pin_memory=True)
-        self._flat.copy_(flat, non_blocking=True)
-
-    def value(self) -> torch.Tensor:
-        return self._flat.to(self._device, non_blocking=True).as_strided(self._shape, self._stride)
