@@ -127,7 +127,7 @@ def formats(args: argparse.Namespace) -> None:
     deepc = require_deepc()
     from deepc.core.ops import run_on
     from deepc.optim.states.dense import packed_item
-    from deepc.optim.states.formats import ADAMW, BYTES_OF_256, DECOUPLED, MOMENTS, packed_args
+    from deepc.optim.states.formats import ADAMW, BYTES_OF_256, DECOUPLED, MOMENTS, PackedStep, packed_args
 
     for (size, shapes), dtype in itertools.product(SHAPES.items(), (torch.float32, torch.bfloat16)):
         parameters = functools.partial(parameters_of, shapes, dtype)
@@ -138,7 +138,7 @@ def formats(args: argparse.Namespace) -> None:
             given = [p for g in optimizer.param_groups for p in g["params"]]
             items = [packed_item(optimizer, p, p, p.grad, MOMENTS) for p in given]
             scalars = (1e-4, 0.9, 0.999, 1e-8, 0.01)
-            args = packed_args(items, ADAMW, form, scalars, 1.0, 2, DECOUPLED)
+            args = packed_args(items, PackedStep(ADAMW, form, scalars, 1.0, 2, DECOUPLED))
             return functools.partial(run_on, given[0].device, "step", args, len(items))
 
         count = sum(map(math.prod, shapes))

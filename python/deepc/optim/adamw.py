@@ -10,7 +10,16 @@ import torch
 from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
 from .states.dense import Optimizer, check_tensor, in_order, loss_of, new_states, packed_item, state_in_order
-from .states.formats import MOMENTS, check_place, check_state_dtype, has_codes, step_packed, take_states
+from .states.formats import (
+    ADAMW,
+    MOMENTS,
+    PackedStep,
+    check_place,
+    check_state_dtype,
+    has_codes,
+    step_packed,
+    take_states,
+)
 
 
 class AdamW(Optimizer):
@@ -132,7 +141,7 @@ class AdamW(Optimizer):
                 beta1, beta2 = (float(b) for b in group["betas"])
                 scalars = (float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
                 scale, flags = -1.0 if group["maximize"] else 1.0, int(group["decoupled_weight_decay"])
-                step_packed(packed_items, 0, self.state_dtype or "", scalars, scale, step, flags)
+                step_packed(packed_items, PackedStep(ADAMW, self.state_dtype or "", scalars, scale, step, flags))
                 torch.autograd.graph.increment_version([p for p, *_ in packed_items])
             for (_, step), items in calls.items():
                 params = [p for p, _, _ in items]

@@ -15,6 +15,7 @@ from ..states.formats import (
     ADAMW,
     DECOUPLED,
     MOMENTS,
+    PackedStep,
     check_place,
     check_state_dtype,
     has_codes,
@@ -259,7 +260,8 @@ class Muon(Optimizer):
             else:
                 plain.append(p)
         for step, items in packed.items():
-            step_packed(items, ADAMW, self.state_dtype or "", (lr, *betas, eps, decay), 1.0, step, DECOUPLED)
+            scalars = (lr, *betas, eps, decay)
+            step_packed(items, PackedStep(ADAMW, self.state_dtype or "", scalars, 1.0, step, DECOUPLED))
             torch.autograd.graph.increment_version([p for p, *_ in items])
         if not plain:
             return

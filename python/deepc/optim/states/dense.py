@@ -14,6 +14,7 @@ from ...errors import ArgumentError, UnsupportedError
 from .formats import (
     NESTEROV,
     SCALE,
+    PackedStep,
     check_place,
     has_codes,
     is_coded,
@@ -168,7 +169,7 @@ class OneStateOptimizer(Optimizer):
             *scalars, nesterov = self._scalars(group, step)
             sign = -1.0 if group["maximize"] else 1.0
             flags = NESTEROV if nesterov else 0
-            step_packed(items, self.rule, self.state_dtype or "", scalars, sign, count, flags)
+            step_packed(items, PackedStep(self.rule, self.state_dtype or "", scalars, sign, count, flags))
             torch.autograd.graph.increment_version([p for p, *_ in items])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,16 +114,22 @@ def check_place(p: torch.Tensor, state_dtype: str) -> None:
         )
 
 
-def packed_args(
-    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
-    rule: int,
-    state_dtype: str,
-    scalars: Sequence[float],
-    grad_scale: float,
-    step: int,
-    flags: int,
-    copies: Sequence[torch.Tensor] = (),
-) -> Any:
+# (parameter, gradient, states, scales, number of its first element), all dense and in one order, on one device.
+Packed = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]
+
+
+class PackedStep(NamedTuple):
+    """A step of states in the format `form`, but for its tensors. scalars: lr, beta1, beta2, eps, weight_decay."""
+
+    rule: int
+    form: str
+    scalars: Sequence[float]
+    grad_scale: float
+    step: int
+    flags: int = 0
+
+
+def packed_args(items: Sequence[Packed], what: PackedStep, copies: Sequence[torch.Tensor] = ()) -> Any:
     """The arguments of dc_step that step_packed makes, of items on one device."""
     args = StepArgs.array(max(1, len(items)))
     for a, (p, g, states, scales, first) in zip(args, items):
@@ -132,45 +138,30 @@ def packed_args(
             a.state[k] = state.data_ptr()
         for k, scale in enumerate(scales):
             a.scale[k] = scale.data_ptr()
-        a.lr, a.beta1, a.beta2, a.eps, a.weight_decay = scalars
-        a.grad_scale, a.step, a.flags, a.rule = grad_scale, step, flags, rule
+        a.lr, a.beta1, a.beta2, a.eps, a.weight_decay = what.scalars
+        a.grad_scale, a.step, a.flags, a.rule = what.grad_scale, what.step, what.flags, what.rule
         a.param_dtype, a.grad_dtype, a.state_dtype = code(p.dtype), code(g.dtype), code(torch.bfloat16)
-        a.format, a.first = FORMATS[state_dtype], first
+        a.format, a.first = FORMATS[what.form], first
     for a, copy in zip(args, copies):
         a.lowp, a.lowp_dtype = copy.data_ptr(), code(copy.dtype)
     return args
 
 
-def step_packed(
-    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
-    rule: int,
-    state_dtype: str,
-    scalars: Sequence[float],
-    grad_scale: float,
-    step: int,
-    flags: int,
-    copies: Sequence[torch.Tensor] = (),
-) -> None:
-    """One step of items of (parameter, gradient, states, scales, number of its first element), all dense and in one
-    order, each on one device; scalars: lr, beta1, beta2, eps, weight_decay; copies: get the parameters, rounded."""
+def step_packed(items: Sequence[Packed], what: PackedStep, copies: Sequence[torch.Tensor] = ()) -> None:
+    """The step of items, on one device or several; copies: get the parameters, rounded."""
     for device in dict.fromkeys(p.device for p, *_ in items):
         here = [i for i, (p, *_) in enumerate(items) if p.device == device]
         copied = [copies[i] for i in here] if copies else ()
-        args = packed_args([items[i] for i in here], rule, state_dtype, scalars, grad_scale, step, flags, copied)
+        args = packed_args([items[i] for i in here], what, copied)
         run_on(device, "step", args, len(here))
 
 
-def step_momentum(
-    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
-    state_dtype: str,
-    momentum: float,
-    grad_scale: float,
-    step: int,
-) -> None:
+def step_momentum(items: Sequence[Packed], state_dtype: str, momentum: float, grad_scale: float, step: int) -> None:
     """m = momentum * m + (1 - momentum) * grad_scale * gradient, of items of (fp32 zeros, gradient, [m], scales, number
     of its first element); the zeros become m before it is rounded. It is a step of SGD with the rate -1; its first step
     has no dampening, so that steps count from 2 here."""
-    step_packed(items, SGD_RULE, state_dtype, (-1.0, momentum, momentum, 0.0, 0.0), grad_scale, step + 1, 0)
+    scalars = (-1.0, momentum, momentum, 0.0, 0.0)
+    step_packed(items, PackedStep(SGD_RULE, state_dtype, scalars, grad_scale, step + 1))
 
 
 def has_codes(saved: dict[str, Any]) -> bool:

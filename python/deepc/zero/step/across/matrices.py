@@ -16,7 +16,16 @@ import torch
 
 from ....comm.groups import swap
 from ....optim.kinds.muon import orthogonalize_as, scale_of
-from ....optim.states.formats import ADAMW, DECOUPLED, MOMENTS, SGD_RULE, is_coded, step_momentum, step_packed
+from ....optim.states.formats import (
+    ADAMW,
+    DECOUPLED,
+    MOMENTS,
+    SGD_RULE,
+    PackedStep,
+    is_coded,
+    step_momentum,
+    step_packed,
+)
 from ....plan.layout import Segment, padded
 from ...state import ModelState
 from ...tiers.coded import Coded
@@ -304,7 +313,7 @@ class MatrixUpdate(AcrossUpdate):
         items = [self._item(s, p, g, MOMENTS) for s, p, g in zip(segments, params, grads)]
         beta1, beta2 = (float(b) for b in group["adam_betas"])
         scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
-        step_packed(items, ADAMW, self._form, scalars, grad_scale, step, DECOUPLED, lowps)
+        step_packed(items, PackedStep(ADAMW, self._form, scalars, grad_scale, step, DECOUPLED), lowps)
 
     @staticmethod
     def _adamw(
