@@ -36,6 +36,7 @@ PROFILE_TIME = False
 
 _told: set[str] = set()
 _piece: Place | None = None  # of CONTIGUOUS_CHECKPOINTING
+_host: Place | None = None  # of CPU_CHECKPOINT, on a GPU
 _group: tuple[Any, TensorGroup] | None = None  # of an mpu's process group
 
 
@@ -237,7 +238,7 @@ def _hooks() -> contextlib.AbstractContextManager[Any]:
 
 
 def _place() -> Place:
-    global _piece
+    global _piece, _host
     if CONTIGUOUS_CHECKPOINTING:
         if _piece is None:
             _piece = place_of("contiguous", num_layers or 1)
@@ -248,7 +249,9 @@ def _place() -> Place:
     if device == "cpu":
         _tell("checkpoint_in_cpu has no effect here: a CPU run keeps everything in host memory anyway")
         return Place()
-    return place_of("host", device)
+    if _host is None:
+        _host = place_of("host", device)
+    return _host
 
 
 def _tensor_ranks() -> TensorGroup | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ def _in_its_words(compare: Callable[[Any], None]) -> Callable[[Any], None]:
     return compared
 
 
+def _of_engine(engine: weakref.ref[Any], name: str) -> Callable[..., Any]:
+    """The engine's method, for an object that the engine holds."""
+    return lambda *args, **kwargs: getattr(engine(), name)(*args, **kwargs)
+
+
 class DeepSpeedEngine(Engine):
     """The engine that deepspeed.initialize returns under deepc."""
 
@@ -105,9 +111,8 @@ class DeepSpeedEngine(Engine):
             optimizers.name_adam(self)
         optimizers.show_as_client(self)
         optimizers.scale_as_stage_0(self)
-        # DeepSpeed's optimizers have these too
-        self.optimizer.offload_states = self.offload_states  # type: ignore[attr-defined]
-        self.optimizer.reload_states = self.reload_states  # type: ignore[attr-defined]
+        for name in ("offload_states", "reload_states"):  # DeepSpeed's optimizers have these too
+            setattr(self.optimizer, name, _of_engine(weakref.ref(self), name))
         if self.zero_optimization_stage() == 3:
             self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
 

@@ -61,10 +61,9 @@ class Activations:
         return self._partition is not None
 
     def stats(self) -> dict[str, int]:
-        """Of the disk, counted since the start: "bytes_written", "bytes_read", and "most_bytes" of the file; of a GPU
-        "bytes_to_host". Of
-        contiguous memory: "contiguous_used" now, the most of it, "contiguous_committed" and "contiguous_reserved". Of
-        tensor-parallel ranks: "bytes_cut", and "bytes_whole" that they don't have alike."""
+        """Of the disk, counted since the start: "bytes_written", "bytes_read", and "most_bytes" of the file. Of a GPU:
+        "bytes_to_host". Of contiguous memory: "contiguous_used" now, the most of it, "contiguous_committed" and
+        "contiguous_reserved". Of tensor-parallel ranks: "bytes_cut", and "bytes_whole" that they don't have alike."""
         cut = self._partition
         shared = {"bytes_cut": 0, "bytes_whole": 0} if cut is None else vars_of(cut, "bytes_cut", "bytes_whole")
         return {**_Disk.nothing, **_Away.nothing, **_Contiguous.nothing, **self._place.stats(), **shared}

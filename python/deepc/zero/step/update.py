@@ -365,12 +365,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._move_twins(torch.device("cpu"))
 
     def unpark(self) -> None:
-        """They are where they were, at other addresses."""
-        self._is_parked = False
+        """What was moved, of the states or of what they are updated with, is where it was, at other addresses."""
+        if self._is_parked:
+            self._is_parked = False
+            if self.core:
+                self.states, self._parked = self._parked, {}
+            self._move_twins(self._state.state_device)
         if self.core:
-            self.states = self._parked
             self._make_args()
-        self._move_twins(self._state.state_device)
 
     def _move_twins(self, device: torch.device) -> None:
         for state in [] if self.core else self._twin.state.values():
