@@ -1,12 +1,13 @@
 """One GPU: optimizer kernels, fused operators, whole training steps and ZeRO-Offload beside their peers, on one
 machine in one run, in turn.
 
-    python tests/bench/gpu.py [--parts adamw formats loss ops attention train offload] [--rounds 7] [--size 125M]
-    [--batch 16] [--length 1024] [--offload-size 774M]
+    python tests/bench/gpu.py [--parts adamw formats adafactor loss ops attention train offload activations moving]
+    [--rounds 7] [--size 125M] [--batch 16] [--length 1024] [--offload-size 774M]
 
 adamw    AdamW on GPT-2's tensors: torch's fused and foreach ones; the limit is what the bytes take at a copy's rate.
 formats  AdamW with states in bf16 with stochastic rounding, 8 and 4 bits, beside torch's fused one with its own states:
          a whole step, and the kernels alone, whose limit is that of their own bytes.
+adafactor  Adafactor on the same tensors: torch's, with foreach and without.
 loss     linear + cross-entropy of a GPT-2 head: torch's on 16-bit logits and on fp32 ones; time, and peak memory.
 ops      fused operators (fused.py's) forward and forward with backward: torch's functions, eager.
 attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_product_attention, causal and all, and
@@ -14,6 +15,8 @@ attention  10 % of the blocks of 128, causal, and all: torch's scaled_dot_produc
 train    GPT-2 in bf16, with torch's attention: plain torch with autocast, or with fp32 masters by hand; DeepSpeed ZeRO.
 offload  the same with masters, states and update on the host: DeepSpeed's ZeRO-Offload; of a half of the states; with
          the parameters in host memory too; with states, and with parameters, on disk (--folder).
+activations  inputs of recomputed blocks on the GPU, in host memory and on disk (--folder); torch's save_on_cpu.
+moving   engine.offload_states and reload_states, seconds of both: DeepSpeed's.
 
 Times are by CUDA events around work that is queued whole (adamw, loss, ops), or of the wall clock between
 synchronizations (train, offload)."""
@@ -47,7 +50,7 @@ MODELS |= {
     "774M": dict(vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36, n_head=20),
     "1.5B": dict(vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48, n_head=25),
 }
-PARTS = ("adamw", "formats", "loss", "ops", "attention", "train", "offload")
+PARTS = ("adamw", "formats", "adafactor", "loss", "ops", "attention", "train", "offload", "activations", "moving")
 OPS_ROWS = 1 << 16  # so that Python's part of a call is hidden
 HERE = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
 
@@ -164,6 +167,24 @@ def formats(args: argparse.Namespace) -> None:
             del mine, made
             free()
         del fused, copy
+        free()
+
+
+def adafactor(args: argparse.Namespace) -> None:
+    deepc = require_deepc()
+    for (size, shapes), dtype in itertools.product(SHAPES.items(), (torch.float32, torch.bfloat16)):
+        parameters = functools.partial(parameters_of, shapes, dtype)
+        peers = {
+            f"torch Adafactor(foreach={each})": torch.optim.Adafactor(parameters(), foreach=each)
+            for each in (True, False)
+        }
+        made = peers | {"deepc": deepc.optim.Adafactor(parameters())}
+        count = sum(map(math.prod, shapes))
+        copy = copy_of(count)
+        times = queued({n: o.step for n, o in made.items()} | {"copy": copy}, args.rounds)
+        more: dict[str, float] = {"copy_GB_s": round(copied_GB_s(count, times.pop("copy")))}
+        tell(f"Adafactor, {size} parameters in {len(shapes)} tensors, {str(dtype)[6:]}", times, list(peers), **more)
+        del peers, made, copy
         free()
 
 
@@ -314,22 +335,29 @@ def by_hand(model, masters: bool):
     return step, lambda: None
 
 
-def with_engine(package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool):
-    """offload: sections of zero_optimization."""
-    config = engine_config("bf16", stage) | {"train_micro_batch_size_per_gpu": batch}
+def with_engine(
+    package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool, more: Mapping[str, Any] = {}
+):
+    """offload: sections of zero_optimization; more: others."""
+    engine = engine_of(package, model, stage, batch, offload, fuse, more)
+    return engine_step(engine), engine.destroy
+
+
+def engine_of(
+    package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool, more: Mapping[str, Any] = {}
+):
+    config = engine_config("bf16", stage) | {"train_micro_batch_size_per_gpu": batch} | dict(more)
     if offload:
         config["zero_optimization"].update(offload)
         config["zero_force_ds_cpu_optimizer"] = True
     if package == "deepspeed":
         import deepspeed
 
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        return engine_step(engine), engine.destroy
+        return deepspeed.initialize(model=model, config=config)[0]
     deepc = require_deepc()
     if fuse:
         deepc.fuse(model)
-    engine = deepc.initialize(model=model, config=config, device="cuda")[0]
-    return engine_step(engine), engine.destroy
+    return deepc.initialize(model=model, config=config, device="cuda")[0]
 
 
 def training(figure: str, size: str, made: Mapping[str, Callable], args: argparse.Namespace, recompute=False) -> None:
@@ -422,6 +450,61 @@ def offload(args: argparse.Namespace) -> None:
     training(
         f"GPT-2 {size}, bf16, {args.batch} x {args.length}, optimizer on the host", size, made, args, recompute=True
     )
+
+
+def activations(args: argparse.Namespace) -> None:
+    size = args.offload_size
+    asked = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    disk = {"deepc": {"activations": {"nvme_path": args.folder or tempfile.gettempdir()}}}
+
+    def saved_on_cpu(model):
+        step, close = with_engine("deepc", model, 2, args.batch, {}, False)
+
+        def on_cpu(x):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return step(x)
+
+        return on_cpu, close
+
+    made: dict[str, Callable] = {"torch's save_on_cpu": saved_on_cpu}
+    for what, more in (("on the GPU", {}), ("in host memory", asked), ("on disk", asked | disk)):
+        made[f"deepc, {what}"] = lambda m, z=more: with_engine("deepc", m, 2, args.batch, {}, False, z)
+    args = argparse.Namespace(**vars(args) | {"rounds": args.offload_rounds, "burst": 2})
+    figure = f"GPT-2 {size}, bf16, {args.batch} x {args.length}, inputs of recomputed blocks"
+    training(figure, size, made, args, recompute=True)
+
+
+def moving(args: argparse.Namespace) -> None:
+    """Of ZeRO-3, whose states DeepSpeed can move."""
+    x = torch.randint(0, 50257, (1, 256), device="cuda")
+    times: dict[str, list[float]] = {}
+    for package in ("deepspeed", "deepc"):
+        if package == "deepspeed" and not version("deepspeed"):
+            continue
+        engine = engine_of(package, gpt(args.offload_size, 256, False), 3, 1, {}, False)
+        engine_step(engine)(x)
+        name, spent = "deepc" if package == "deepc" else "DeepSpeed", []
+        kinds = ["optim_states", "hp_params", "contiguous_grad_buffer"]
+        if package == "deepspeed":
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+            kinds = [OffloadStateTypeEnum(k) for k in kinds]
+        for _ in range(args.offload_rounds + 1):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            engine.offload_states(include=kinds)
+            torch.cuda.synchronize()
+            gone = before - torch.cuda.memory_allocated()
+            engine.reload_states()
+            torch.cuda.synchronize()
+            spent.append(time.perf_counter() - begin)
+        times[name] = spent[1:]
+        emit("gpu", f"{args.offload_size}: states moved", name, "MiB", [gone / 2**20], **HERE)
+        engine.destroy()
+        del engine
+        free()
+    tell(f"{args.offload_size}: to host memory and back", times, [n for n in times if n != "deepc"], "s")
 
 
 def free() -> None:
