@@ -736,9 +736,9 @@ def groups(rank, world):
         with pytest.raises(CommError, match="has been destroyed"):
             part.allreduce([x])
     with counted(barrier=1):
-        world_group.monitored_barrier(datetime.timedelta(seconds=20))
+        world_group.monitored_barrier(datetime.timedelta(seconds=200))
     with counted(barrier=1):
-        dist.barrier(timeout=datetime.timedelta(seconds=20))
+        dist.barrier(timeout=datetime.timedelta(seconds=200))
     dist.barrier()
     if rank == 0:
         time.sleep(2)  # does not come in time

@@ -87,7 +87,7 @@ def subgroups(rank, world):
         dist.destroy_process_group(alone)
     else:
         out.append(dist.get_rank(alone))  # -1: not a member
-    described = dist.new_group(group_desc="mine", timeout=datetime.timedelta(seconds=20))
+    described = dist.new_group(group_desc="mine", timeout=datetime.timedelta(seconds=200))
     out += [total(described, rank), described.group_desc, described.size(), described.rank()]
     for _ in range(8):  # many short-lived groups
         group = dist.new_group([0, 1, 2])
@@ -130,7 +130,7 @@ def splits(rank, world):
     warnings.simplefilter("ignore")
     world_group = dist.group.WORLD
     total(world_group, 1)
-    short = datetime.timedelta(seconds=5)
+    short = datetime.timedelta(seconds=100)
 
     def use(group) -> str:
         return f"with a sum of {total(group, rank + 1)}"
@@ -142,7 +142,7 @@ def splits(rank, world):
         "merge": outcome(
             lambda: world_group.merge_remote_group(dist.HashStore(), 2, datetime.timedelta(seconds=1), "merged", "both")
         ),
-        "monitored_barrier": outcome(lambda: dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))),
+        "monitored_barrier": outcome(lambda: dist.monitored_barrier(timeout=datetime.timedelta(seconds=100))),
     }
     if hasattr(dist, "shrink_group"):
         said["shrink_group"] = outcome(lambda: dist.shrink_group([1]))

@@ -68,7 +68,7 @@ def _every_dtype(rank: int, world: int, folder: str) -> None:
             sent, got = _data(dtype, n, rank), torch.empty(n, dtype=dtype)
             requests = [comm.isend(sent, 1 - rank, tag=i), comm.irecv(got, None if n % 2 else 1 - rank, tag=i)]
             for r in requests:
-                r.wait(20)
+                r.wait(200)
             assert requests[1].source() == 1 - rank and all(r.test() for r in requests)
             assert torch.equal(got.view(torch.uint8), _data(dtype, n, 1 - rank).view(torch.uint8)), (dtype, n)
             moved += n * dtype.itemsize

@@ -276,6 +276,8 @@ def _moved(rank, world, folder, stage, precision):
         expect_equal(values(moved), values(memory))
     with pytest.raises(errors.ArgumentError, match="nvme_path"):
         moved.offload_states()
+    with pytest.raises(errors.ArgumentError, match="include= is for a run on a GPU"):
+        moved.offload_states(folder, include=["optim_states"])
     with pytest.raises(errors.DiskError, match="nowhere"):
         moved.offload_states(os.path.join(folder, "nowhere", "below"))
     assert moved.plan == before
