@@ -251,10 +251,20 @@ def _no_tensor(rank, world, folder):
 
 
 # ---- to disk and back ------------------------------------------------------------------------------------------------
-def _moved(rank, world, folder, stage, precision):
+MOVED = {
+    "int8": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}},
+    "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}},
+    "lamb, bf16": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "state_dtype": "bf16"}}},
+}
+
+
+def _moved(rank, world, folder, stage, precision, case):
     import deepc
 
-    memory, moved = (make_engine(config(stage, folder, world=world, precision=precision, disk=False)) for _ in range(2))
+    options = dict({**CASES, **MOVED}[case])
+    how = {k: options.pop(k) for k in ("groups", "optimizer", "frozen") if k in options}
+    cfg = config(stage, folder, world=world, precision=precision, disk=False, **options)
+    memory, moved = (make_engine(cfg, **how) for _ in range(2))
     average = deepc.EMA(moved, 0.9)
     before = moved.plan
     for turn in range(2):
@@ -262,7 +272,8 @@ def _moved(rank, world, folder, stage, precision):
             train(e, 1, rank, world, first=3 * turn)
         moved.offload_states(folder)
         moved.offload_states(folder)  # it is there
-        assert moved.plan.disk is not None and moved.plan.bytes["states_private"] == 0 and not os.listdir(folder)
+        stay = before.bytes["states_private"] if case == "adafactor" else 0
+        assert moved.plan.disk is not None and moved.plan.bytes["states_private"] == stay and not os.listdir(folder)
         assert moved.plan.bytes["disk"] == moved.state.tier.stream.disk_bytes
         expect_equal(values(moved), values(memory))
         for e in (memory, moved):
@@ -294,9 +305,86 @@ def _moved(rank, world, folder, stage, precision):
     )
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (2, "bf16"), (3, "bf16")])
-def test_states_move_to_disk_and_back_between_steps(tmp_path, stage, precision):
-    run_quietly(_moved, 2, str(tmp_path), stage, precision)
+@pytest.mark.parametrize(
+    "stage, precision, case",
+    [
+        (0, "fp32", "plain"),
+        (2, "bf16", "plain"),
+        (3, "bf16", "plain"),
+        (3, "bf16", "muon"),
+        (2, "bf16", "int8"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                (0, "fp32", "muon"),
+                (1, "fp32", "muon, plain"),
+                (0, "bf16", "adafactor"),
+                (3, "bf16", "adafactor"),
+                (3, "fp32", "int8"),
+                (1, "bf16", "lamb"),
+                (3, "bf16", "lamb, bf16"),
+                (2, "fp32", "adagrad"),
+                (2, "bf16", "amsgrad"),
+            )
+        ),
+    ],
+)
+def test_states_move_to_disk_and_back_between_steps(tmp_path, stage, precision, case):
+    run_quietly(_moved, 2, str(tmp_path), stage, precision, case)
+
+
+def _move_fails(rank, world, folder, precision, case):
+    """One rank's disk refuses on the way out, another's on the way back."""
+    from deepc.offload import Stream
+
+    options = dict({**CASES, **MOVED}[case])
+    how = {k: options.pop(k) for k in ("optimizer",) if k in options}
+    cfg = config(2, folder, world=world, precision=precision, disk=False, **options)
+    memory, moved = (make_engine(cfg, **how) for _ in range(2))
+    step = 0
+
+    def both_train():
+        nonlocal step
+        for e in (memory, moved):
+            train(e, 1, rank, world, first=step)
+        step += 1
+        expect_equal(values(moved), values(memory))
+
+    def refused(call, name, here):
+        whole, left = getattr(Stream, name), 3
+
+        def transfer(*args):
+            nonlocal left
+            left -= 1
+            if here and left == 0:
+                raise errors.DiskFullError("[made by the test]")
+            return whole(*args)
+
+        setattr(Stream, name, transfer)
+        try:
+            with pytest.raises(errors.DiskFullError, match="made by the test"):
+                call()
+        finally:
+            setattr(Stream, name, whole)
+
+    both_train()
+    refused(lambda: moved.offload_states(folder), "write", rank == 1)
+    assert moved.plan.disk is None and moved.state.tier is None and not os.listdir(folder)
+    both_train()
+    moved.offload_states(folder)
+    both_train()
+    refused(moved.reload_states, "read", rank == 0)
+    assert moved.plan.disk is not None and moved.state.tier is not None
+    both_train()
+    moved.reload_states()
+    both_train()
+    for e in (memory, moved):
+        e.destroy()
+
+
+@pytest.mark.parametrize("precision, case", [("bf16", "muon"), pytest.param("fp32", "lamb", marks=pytest.mark.full)])
+def test_states_stay_where_they_are_when_a_disk_refuses_them(tmp_path, precision, case):
+    run_quietly(_move_fails, 2, str(tmp_path), precision, case)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

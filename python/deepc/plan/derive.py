@@ -244,12 +244,13 @@ def derive(
     )
 
 
-def with_states(plan: Plan, moments: int, disk: DiskStates | None) -> Plan:
-    """The same plan with masters and moments on this disk, or (None) in memory."""
+def with_states(plan: Plan, states: int, disk: DiskStates | None) -> Plan:
+    """The same plan with masters on this disk, or (None) in memory, and `states` bytes of optimizer states in
+    memory."""
     sizes, elems = dict(plan.bytes), plan.owned_elems * FLOAT32.itemsize
     kinds = ("master_private", "states_private", "disk_buffers")
     before = sum(sizes[k] for k in kinds)
-    here = (plan.has_master * elems, moments * elems, 0) if disk is None else (0, 0, disk.buffer_bytes)
+    here = (plan.has_master * elems, states, 0) if disk is None else (0, states, disk.buffer_bytes)
     sizes.update(zip(kinds, here))
     sizes["disk"] = 0 if disk is None else disk.disk_bytes
     sizes["rank_total"] += sum(here) - before

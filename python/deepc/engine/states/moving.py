@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
 from ...optim.factory import check_format
-from ...optim.rules import LAMB, ONEBIT
+from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
 from ...zero.tiers.disk import DiskTier, preflight
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...plan.plan import Plan
     from ..base import EngineBase
 
+_Tier = TypeVar("_Tier", bound="DiskTier | None")
 
 # Of a GPU run, by DeepSpeed's names. Its two buffers of gradients are one here.
 MOVABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
@@ -45,57 +46,64 @@ def offload(engine: EngineBase, folder: str | None, include: Iterable[str] | Non
         raise ArgumentError(
             "offload_states: no folder; pass nvme_path=, or set zero_optimization.offload_optimizer.nvme_path"
         )
-    master = engine.state.master
-    arrays: dict[str, Array] = {**({} if master is None else {"master": master}), **optimizer.states}
+    arrays, nbytes = optimizer.form_on_disk
     disk = disk_states(
-        engine._config,
-        optimizer.moments,
-        plan.has_master,
-        plan.owned_elems,
-        folder,
-        whole_blocks=optimizer.whole_blocks,
+        engine._config, arrays, plan.has_master, plan.owned_elems, folder, nbytes, whole_blocks=optimizer.whole_blocks
     )
     if disk is None:
         return
-    moved = with_states(plan, optimizer.moments, disk)
-    with contextlib.ExitStack() as undo:
-        failure: Exception | None = None
-        try:
-            preflight(moved)
-            tier = DiskTier(disk, list(arrays), plan.owned_elems)
-            undo.callback(tier.close)
-            _copy(arrays, dict(tier.arrays))
-            tier.stream.flush()
-        except DeepcError as exc:
-            failure = exc
-        together(engine.everyone, failure)
-        undo.pop_all()
-    engine._undo.callback(tier.close)
-    engine.state.tier = tier
-    _take(engine, moved, dict(tier.arrays))
+    moved = with_states(plan, 0 if arrays else plan.bytes["states_private"], disk)
+
+    def to_disk(undo: contextlib.ExitStack) -> DiskTier:
+        preflight(moved)
+        names = [*(["master"] if plan.has_master else []), *optimizer.names_on_disk()]
+        tier = DiskTier(disk, names, plan.owned_elems)
+        undo.callback(tier.close)
+        return tier
+
+    engine._undo.callback(_move(engine, moved, to_disk).close)
 
 
 def reload(engine: EngineBase) -> None:
     """Collective. See Engine.reload_states."""
-    tier, state = engine.state.tier, engine.state
+    tier, optimizer = engine.state.tier, engine.optimizer
     if engine.parked is not None:
         _unpark(engine)
         return
     if engine.plan.disk is None or tier is None:
         return
     _check(engine)
-    arrays: dict[str, Array] = {}
-    failure: Exception | None = None
-    try:
-        for name in tier.arrays:
-            arrays[name] = state.zeros(engine.plan.owned_elems, torch.float32, name)
-        _copy(dict(tier.arrays), arrays)
-    except DeepcError as exc:
-        failure = exc
-    together(engine.everyone, failure)
-    state.tier = None
-    _take(engine, with_states(engine.plan, engine.optimizer.moments, None), arrays)
+    states = engine.plan.owned_elems * optimizer.moments * optimizer.state_bytes // 256
+    _move(engine, with_states(engine.plan, states, None), lambda undo: None)
     tier.close()
+
+
+def _move(engine: EngineBase, plan: Plan, make: Callable[[contextlib.ExitStack], _Tier]) -> _Tier:
+    """Masters and states go into the tier that `make` returns, None: memory. On all ranks, or on none. Collective."""
+    state, optimizer = engine.state, engine.optimizer
+    before, master = state.tier, state.master
+    with contextlib.ExitStack() as undo:
+        failure: Exception | None = None
+        try:
+            state.tier = tier = make(undo)
+            there = state.states("master") if master is not None else None
+            if master is not None and there is not None:
+                Window(master).copy_into(Window(there))
+                state.master = there
+            home = optimizer.new_home()
+            if tier is not None:
+                tier.stream.flush()
+        except DeepcError as exc:
+            failure = exc
+        finally:
+            state.tier, state.master = before, master
+        together(engine.everyone, failure)
+        undo.pop_all()
+    state.tier = tier
+    engine.plan = state.plan = plan
+    optimizer.move(home, there)
+    memory.trim_heap()
+    return tier
 
 
 def _check(engine: EngineBase) -> None:
@@ -103,18 +111,13 @@ def _check(engine: EngineBase) -> None:
     if engine.broken_step:
         raise DeepcError(engine.broken_step)
     check_format(engine.optimizer.base, engine.device.type, True)
-    form = engine.optimizer.rule.form if engine.optimizer.rule is not None else ""
     why = (
         "of a GPU run"
         if engine.device.type != "cpu"
         else f"of {type(engine.optimizer.base).__name__}, which torch steps in memory"
         if not engine.optimizer.core
-        else f"of {type(engine.optimizer.base).__name__}, which keeps them for rows, columns or matrices"
-        if not engine.optimizer.states and engine.optimizer.moments
         else f"of {type(engine.optimizer.base).__name__} over tensor-parallel ranks"
-        if engine.cuts and engine.optimizer.rule is not None and engine.optimizer.rule.kind == LAMB
-        else f"of state_dtype {form}"
-        if form
+        if engine.cuts and engine.optimizer.rule is not None and engine.optimizer.rule.kind in (LAMB, MUON, ADAFACTOR)
         else 'with "precision": "auto"'
         if engine.auto_precision is not None
         else "with zero_quantized_weights"
@@ -216,18 +219,3 @@ def _on_device(engine: EngineBase, names: set[str]) -> Iterator[tuple[torch.Tens
 
 def _parked(name: str, array: Array) -> Parked:
     return Parked(name, len(array), array.dtype)
-
-
-# ---- between memory and disk -----------------------------------------------------------------------------------------
-def _copy(given: dict[str, Array], taken: dict[str, Array]) -> None:
-    for name, array in given.items():
-        for part in Window(taken[name] if isinstance(array, torch.Tensor) else array).parts():
-            source, target = (Window(a[name], part.begin, part.length) for a in (given, taken))
-            target.write(source.read())
-
-
-def _take(engine: EngineBase, plan: Plan, arrays: dict[str, Array]) -> None:
-    engine.plan = engine.state.plan = plan
-    engine.optimizer.take_states(arrays)
-    if engine.device.type == "cpu":
-        memory.trim_heap()

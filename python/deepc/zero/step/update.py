@@ -96,6 +96,13 @@ def within(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
     return cut
 
 
+class Home(NamedTuple):
+    """What the states of the core's optimizers are kept in."""
+
+    states: dict[str, Array]
+    across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Wraps `base` (any torch.optim.Optimizer over the model's parameters): shares its param_groups, so schedulers made
     for either act on both."""
@@ -207,21 +214,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _attach_core(self) -> None:
         st, rule = self._state, self._core
-        if rule.kind in ACROSS:
-            self.states: dict[str, Array] = {}
-            on_disk = st.tier is not None or bool(st.plan.parameters_on)
-            kind = MatrixUpdateOnDisk if rule.kind == MUON and on_disk else ACROSS[rule.kind]
-            more = cast(OneBitOptimizer, self.base) if rule.kind == ONEBIT else self._sharers
-            form = {"form": rule.form} if rule.kind == MUON else {}
-            self._across = kind(st, self.param_groups, self._group_of, cast(Any, more), **form)
+        self.states: dict[str, Array]
+        self.states, self._across = self._make_home()
+        if self._across is not None:
             return
-        owned = st.plan.owned_elems
-        self.states = {n: self._new_state(n, owned) for n in rule.names}
         for s in st.plan.segments if any(rule.start(g) for g in self.param_groups) else ():
             begin = rule.start(self.param_groups[self._group_of[s.param]])
             for state in self.states.values():
                 Window(state, s.shard_begin, s.length).fill(begin)
         self._make_args()
+
+    def _make_home(self) -> Home:
+        """For states where the state's tier is: zeros."""
+        st, rule = self._state, self._core
+        if rule.kind not in ACROSS:
+            return Home({n: self._new_state(n, st.plan.owned_elems) for n in rule.names}, None)
+        on_disk = st.tier is not None or bool(st.plan.parameters_on)
+        kind = MatrixUpdateOnDisk if rule.kind == MUON and on_disk else ACROSS[rule.kind]
+        more = cast(OneBitOptimizer, self.base) if rule.kind == ONEBIT else self._sharers
+        form = {"form": rule.form} if rule.kind == MUON else {}
+        return Home({}, kind(st, self.param_groups, self._group_of, cast(Any, more), **form))
 
     def _new_state(self, name: str, owned: int) -> Array:
         st, form = self._state, self._core.form
@@ -339,12 +351,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # see them.
         self._twin = twin_over(self.base, groups)
 
-    def take_states(self, arrays: Mapping[str, Array]) -> None:
-        """Masters ("master") and moments are these arrays from now on, which hold what they hold."""
-        self.states = {name: arrays[name] for name in self.states}
-        if self._state.master is not None:
-            self._state.master = arrays["master"]
+    def new_home(self) -> Home:
+        """Another one, where the state's tier is now, that holds what this one holds. Of the core's optimizers.
+        DiskError."""
+        home = self._make_home()
+        mine, other = Home(self.states, self._across), home
+        for (_, _, window), (_, _, to) in zip(self._owned_in(mine), self._owned_in(other)):
+            window.copy_into(to)
+        if mine.across is not None and other.across is not None:
+            for (_, _, whole), (_, _, copy) in zip(mine.across.whole_states(), other.across.whole_states()):
+                copy.copy_(whole)
+        return home
+
+    def move(self, home: Home, master: Array | None) -> None:
+        """States and masters are there from now on."""
+        self.states, self._across = home
+        if self._state.master is not None and master is not None:
+            self._state.master = master
         self._make_args()
+
+    def _owned_in(self, home: Home) -> Iterator[tuple[str, Segment, Window]]:
+        """owned_states of the core's."""
+        if home.across is not None:
+            yield from home.across.owned_states()
+            return
+        for name, owned in home.states.items():
+            for s, window in self._state.owned_windows(owned):
+                yield name, s, window
 
     def device_states(self) -> Iterator[torch.Tensor]:
         """What the states of the core's optimizers lie in, in memory."""
@@ -633,13 +666,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         """Yields (state name, segment, this rank's part of it) for every optimizer state tensor."""
         self._require_here()
-        if self._across is not None:
-            yield from self._across.owned_states()
-            return
         if self.core:
-            for name, owned in self.states.items():
-                for s, window in self._state.owned_windows(owned):
-                    yield name, s, window
+            yield from self._owned_in(Home(self.states, self._across))
             return
         for s, shard in self._shards:
             for name, value in self._twin.state.get(shard, {}).items():
