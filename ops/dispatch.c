@@ -14,7 +14,7 @@
 
 #include "ref/scalar.h"
 
-#if defined(DEEPC_X86_BODIES)
+#if defined(DEEPC_X86_BODIES) /* how many: 1 AVX2's, 2 AVX-512's as well, 4 all (CMakeLists.txt) */
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,9 +31,13 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
     [DC_ISA_SCALAR] = &dispatch_scalar,
 #if defined(DEEPC_X86_BODIES)
     [DC_ISA_AVX2] = &dc__ops_avx2,
+#if DEEPC_X86_BODIES > 1
     [DC_ISA_AVX512] = &dc__ops_avx512,
+#endif
+#if DEEPC_X86_BODIES > 2
     [DC_ISA_AVX512_BF16] = &dc__ops_avx512_bf16,
     [DC_ISA_AMX_BF16] = &dc__ops_amx_bf16,
+#endif
 #endif
 };
 static int dispatch_have[DC_ISA_COUNT];
@@ -93,6 +97,7 @@ static void dispatch_isa_detect(void) {
 #if defined(DEEPC_X86_BODIES)
   dispatch_isa_detect_x86();
 #endif
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) dispatch_have[isa] &= dispatch_table[isa] != NULL;
 }
 
 const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? dispatch_isa_names[isa] : "?"; }

@@ -31,7 +31,7 @@ def _build() -> Any:
         name="deepc_simgpu",
         sources=[str(_HERE / "device.cpp")],
         build_directory=str(folder),
-        extra_cflags=["-O1", "-Wno-attributes"],
+        extra_cflags=["-O0", "-Wno-attributes"],
         verbose=False,
     )
 
