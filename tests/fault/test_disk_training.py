@@ -499,7 +499,7 @@ def cases_of(cases):
 @pytest.mark.parametrize(
     "training, ring, world, target, cases",
     [
-        ("parameters", "uring", 1, "nvme", 9),
+        ("parameters", "uring", 1, "nvme", 5),
         *(
             pytest.param(*row, marks=pytest.mark.full)
             for row in (

@@ -230,6 +230,7 @@ def planned_and_chosen(rank: int, world: int, cfg: dict) -> tuple[dict, str]:
     return told, chosen
 
 
+@pytest.mark.full
 def test_the_plan_knows_what_a_budget_will_recompute() -> None:
     """Blocks are alike: whatever they take, as few as can be are recomputed."""
     cfg = pipeline(schedule="gpipe", activation_checkpointing={"budget": "24MB"})

@@ -260,10 +260,11 @@ def test_16_bit_and_accumulation(precision, gas):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "zero",
     [
-        pytest.param(NO_LIMITS, marks=pytest.mark.full),
+        NO_LIMITS,
         {**LIMITS, "stage3_max_live_parameters": 600, "stage3_param_persistence_threshold": 8},
     ],
     ids=["none", "limits"],

@@ -393,7 +393,8 @@ def _compiled(rank, world, how):
     return out
 
 
-@pytest.mark.parametrize("how", [pytest.param("torch.compile", marks=pytest.mark.full), "engine.compile"])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["torch.compile", "engine.compile"])
 def test_compile_of_the_whole_model_without_a_graph_break(how):
     want = plainly.plain(tiny.make_model, gpt_batch, lambda m, part, r, s: m(**part), STEPS, "SGD", 2)
     for results in run_ranks(_compiled, 2, how):
