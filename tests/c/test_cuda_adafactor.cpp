@@ -107,8 +107,19 @@ TEST_F(CudaAdafactor, EveryDtype) {
 }
 
 TEST_F(CudaAdafactor, StretchesGiveTheBitsOfTheWhole) {
-  for (const Case &c : {Case{1, 60, 300}, Case{3, 20, 271}, Case{1, 3, 7000}, Case{1, 0, 20000}})
+  for (const Case &c : {Case{1, 200, 100}, Case{3, 20, 271}, Case{1, 3, 7000}, Case{1, 0, 20000}})
     check(c, kOrdinary, {4096 - kFirst, 2 * 4096 - kFirst, 3 * 4096 - kFirst});
+}
+
+// Below the normal numbers all have one exponent.
+TEST_F(CudaAdafactor, SumsOfTheSmallestNumbers) {
+  const Case c = {1, 5, 45};
+  auto arrays = arrays_of(c, kOrdinary);
+  auto *g = (uint32_t *)arrays[1].bytes.data();
+  for (int i = 0; i < 5 * 45; i++) g[i] = (uint32_t)(i * 2654435761u) & 0x807fffffu;
+  same_on_gpu(
+      arrays, [=](auto &p) { return all_passes({args_of(c, p)}); },
+      [=, this](auto &p) { return all({args_of(c, p)}, Block::kForwards); }, "denormals", {kAtEnd});
 }
 
 // Tensors with nothing to do in a pass take no room in its tables; all others are in one of them, once.
