@@ -3,9 +3,9 @@
 #ifndef DEEPC_OPS_ADAFACTOR_COEF_H
 #define DEEPC_OPS_ADAFACTOR_COEF_H
 
-#include "ops.h"
+#include "ref/scalar.h"
 
-static inline dc__adafactor_coef dc__adafactor_coef_of(const dc_adafactor_args *t) {
+DC__ANYWHERE dc__adafactor_coef dc__adafactor_coef_of(const dc_adafactor_args *t) {
   dc__adafactor_coef c;
   c.grad_scale = (float)t->grad_scale;
   c.weight = (float)t->weight;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS) adafactor_norms_kernel(const _
   const dc_adafactor_args &t = block.tensor;
   const int64_t k = block.number * (FACTOR_THREADS / LAMB_LANES) + threadIdx.x / LAMB_LANES;
   if (k >= dc_gpu::factor_block_count(t)) return; // all threads of a group
-  const dc__adafactor_coef c = dc_gpu::factor_coef(t);
+  const dc__adafactor_coef c = dc__adafactor_coef_of(&t);
   const int lane = (int)(threadIdx.x % LAMB_LANES);
   const dc_gpu::FactorRange range = dc_gpu::factor_range(t, k);
   double param = 0.0, update = 0.0;

@@ -240,10 +240,6 @@ DC_GPU float factor_param(const dc_adafactor_args &t, int64_t i) {
   return p;
 }
 
-DC_GPU dc__adafactor_coef factor_coef(const dc_adafactor_args &t) {
-  return {(float)t.grad_scale, (float)t.weight, (float)(t.eps * t.eps), (float)t.keep, (float)-t.rate};
-}
-
 // Elements of a stretch in one row; second: of element i is second[i - begin]. NULL: it is no matrix.
 struct FactorPart {
   int64_t begin, end;
@@ -313,7 +309,7 @@ DC_GPU float factor_second(const dc_adafactor_args &t, const FactorPlace &at, in
 // Chunk `block` of a stretch, by thread `thread` of `threads`. FACTOR_BATCH elements at a time: the compiler can't move
 // loads above the stores of parameters, so we do.
 DC_GPU void factor_apply(const dc_adafactor_args &t, int64_t block, int thread, int threads) {
-  const dc__adafactor_coef c = factor_coef(t);
+  const dc__adafactor_coef c = dc__adafactor_coef_of(&t);
   const int64_t begin = block * FACTOR_CHUNK, end = begin + FACTOR_CHUNK < t.n ? begin + FACTOR_CHUNK : t.n;
   const FactorPlace at = factor_place(t, begin);
   for (int64_t first = begin + thread; first < end; first += FACTOR_BATCH * threads) {

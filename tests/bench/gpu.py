@@ -335,17 +335,16 @@ def by_hand(model, masters: bool):
     return step, lambda: None
 
 
-def with_engine(
-    package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool, more: Mapping[str, Any] = {}
-):
-    """offload: sections of zero_optimization; more: others."""
-    engine = engine_of(package, model, stage, batch, offload, fuse, more)
+def with_engine(*given: Any):
+    """given: as engine_of's."""
+    engine = engine_of(*given)
     return engine_step(engine), engine.destroy
 
 
 def engine_of(
     package: str, model, stage: int, batch: int, offload: Mapping[str, Any], fuse: bool, more: Mapping[str, Any] = {}
 ):
+    """offload: sections of zero_optimization; more: others."""
     config = engine_config("bf16", stage) | {"train_micro_batch_size_per_gpu": batch} | dict(more)
     if offload:
         config["zero_optimization"].update(offload)

@@ -42,7 +42,7 @@ protected:
   }
   // What adafactor_norms_kernel does.
   void norms(const dc_adafactor_args &t) {
-    const dc__adafactor_coef c = factor_coef(t);
+    const dc__adafactor_coef c = dc__adafactor_coef_of(&t);
     ASSERT_EQ(t.n > 0 ? factor_block_count(t) : 0, dc_lamb_blocks(t.first, t.n));
     for (int64_t k = dc_lamb_blocks(t.first, t.n) - 1; k >= 0; k--) {
       const FactorRange range = factor_range(t, k);

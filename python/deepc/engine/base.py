@@ -19,6 +19,7 @@ from ..core.foreign import private
 from ..errors import DeepcError, MisuseError
 from ..parallel.axes import opened_comms
 from ..parallel.pipeline.part import further_names
+from ..zero.tiers.parked import AWAY
 from .policy.precision import name_of
 
 if TYPE_CHECKING:
@@ -194,10 +195,7 @@ class EngineBase(ModelWrapper):
     def require_states(self, call: str) -> None:
         """DeepcError while offload_states has states of a GPU in host memory."""
         if self.parked is not None:
-            raise DeepcError(
-                f"engine.{call}(): optimizer states are in host memory since engine.offload_states(); call"
-                " engine.reload_states() first"
-            )
+            raise DeepcError(f"engine.{call}(): {AWAY}")
 
     def require_alive(self, call: str) -> None:
         """MisuseError if the engine was destroyed."""

@@ -104,7 +104,7 @@ class DeviceSpill:
         self._all: dict[int, weakref.ref[Away]] = {}
         self._under_way: collections.deque[weakref.ref[Away]] = collections.deque()
         self._next = 0
-        self.bytes_out = self.bytes_back = 0
+        self.bytes_out = 0
 
     def _open(self, device: torch.device) -> None:
         if not hasattr(self, "out"):

@@ -39,7 +39,7 @@ from ...zero.step.hooks import GradientHooks
 from ...zero.step.norm import Skips
 from ...zero.step.update import ShardedOptimizer
 from ...zero.tiers.agree import together
-from ...zero.tiers.disk import DiskTier, preflight
+from ...zero.tiers.disk import DiskTier, open_tier, preflight
 from ..base import EngineBase, say
 from ..data import make_loader
 from ..events import Events, Watcher
@@ -554,10 +554,9 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
     config, plan = engine._config, engine.plan
     tier = None
     if plan.disk is not None:
-        names = [*(["master"] if plan.has_master else []), *engine.optimizer.names_on_disk()]
         failure: Exception | None = None
         try:
-            tier = DiskTier(plan.disk, names, plan.owned_elems)
+            tier = open_tier(plan, engine.optimizer.names_on_disk())
             undo.callback(tier.close)
         except DeepcError as exc:
             failure = exc

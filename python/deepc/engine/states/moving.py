@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,16 +15,14 @@ from ...optim.factory import check_format
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
-from ...zero.tiers.disk import DiskTier, preflight
-from ...zero.tiers.parked import HostCopies
+from ...zero.tiers.disk import open_tier, preflight
+from ...zero.tiers.parked import AWAY, HostCopies
 from ...zero.tiers.split import parts_of
 from ...zero.tiers.windows import Array, Parked, Window
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
     from ..base import EngineBase
-
-_Tier = TypeVar("_Tier", bound="DiskTier | None")
 
 # Of a GPU run, by DeepSpeed's names. Its two buffers of gradients are one here.
 MOVABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
@@ -52,16 +50,9 @@ def offload(engine: EngineBase, folder: str | None, include: Iterable[str] | Non
     )
     if disk is None:
         return
-    moved = with_states(plan, 0 if arrays else plan.bytes["states_private"], disk)
-
-    def to_disk(undo: contextlib.ExitStack) -> DiskTier:
-        preflight(moved)
-        names = [*(["master"] if plan.has_master else []), *optimizer.names_on_disk()]
-        tier = DiskTier(disk, names, plan.owned_elems)
-        undo.callback(tier.close)
-        return tier
-
-    engine._undo.callback(_move(engine, moved, to_disk).close)
+    _move(engine, with_states(plan, 0 if arrays else plan.bytes["states_private"], disk))
+    if engine.state.tier is not None:
+        engine._undo.callback(engine.state.tier.close)
 
 
 def reload(engine: EngineBase) -> None:
@@ -74,18 +65,22 @@ def reload(engine: EngineBase) -> None:
         return
     _check(engine)
     states = engine.plan.owned_elems * optimizer.moments * optimizer.state_bytes // 256
-    _move(engine, with_states(engine.plan, states, None), lambda undo: None)
+    _move(engine, with_states(engine.plan, states, None))
     tier.close()
 
 
-def _move(engine: EngineBase, plan: Plan, make: Callable[[contextlib.ExitStack], _Tier]) -> _Tier:
-    """Masters and states go into the tier that `make` returns, None: memory. On all ranks, or on none. Collective."""
+def _move(engine: EngineBase, plan: Plan) -> None:
+    """Masters and states go where `plan` has them, to disk or into memory. On all ranks, or on none. Collective."""
     state, optimizer = engine.state, engine.optimizer
-    before, master = state.tier, state.master
+    before, master, tier = state.tier, state.master, None
     with contextlib.ExitStack() as undo:
         failure: Exception | None = None
         try:
-            state.tier = tier = make(undo)
+            if plan.disk is not None:
+                preflight(plan)
+                tier = open_tier(plan, optimizer.names_on_disk())
+                undo.callback(tier.close)
+            state.tier = tier
             there = state.states("master") if master is not None else None
             if master is not None and there is not None:
                 Window(master).copy_into(Window(there))
@@ -103,7 +98,6 @@ def _move(engine: EngineBase, plan: Plan, make: Callable[[contextlib.ExitStack],
     engine.plan = state.plan = plan
     optimizer.move(home, there)
     memory.trim_heap()
-    return tier
 
 
 def _check(engine: EngineBase) -> None:
@@ -171,9 +165,7 @@ def _park(engine: EngineBase, include: Iterable[str] | None, locked: bool) -> No
         engine._stands["acc"], state.acc = state.acc, cast(torch.Tensor, _parked("acc", state.acc))
     if "optim_states" in names:
         optimizer.park({n: _parked(n, a) for n, a in optimizer.states.items()} if optimizer.core else {})
-    engine.hooks.blocked = (
-        "optimizer states are in host memory since engine.offload_states(); call engine.reload_states() first"
-    )
+    engine.hooks.blocked = AWAY
 
 
 def _unpark(engine: EngineBase) -> None:

@@ -38,6 +38,7 @@ from ...plan.plan import Plan
 from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
+from ..tiers.parked import AWAY
 from ..tiers.windows import Array, Window
 from .across.base import stretch_of
 from .across.factored import FactoredUpdate
@@ -124,8 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._device_runs: list[Run] = []  # of those whose states are divided between host and device
         self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
-        self._is_parked = False  # the states are in host memory for a while
-        self._parked: dict[str, Array] = {}
+        self._parked: dict[str, Array] | None = None  # `states` that are in host memory for a while
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
@@ -355,12 +355,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Another one, where the state's tier is now, that holds what this one holds. Of the core's optimizers.
         DiskError."""
         home = self._make_home()
-        mine, other = Home(self.states, self._across), home
-        for (_, _, window), (_, _, to) in zip(self._owned_in(mine), self._owned_in(other)):
+        for (_, _, window), (_, _, to) in zip(self.owned_states(), self._owned_in(home)):
             window.copy_into(to)
-        if mine.across is not None and other.across is not None:
-            for (_, _, whole), (_, _, copy) in zip(mine.across.whole_states(), other.across.whole_states()):
-                copy.copy_(whole)
+        for (_, _, whole), (_, _, copy) in zip(self.whole_states(), home.across.whole_states() if home.across else ()):
+            copy.copy_(whole)
         return home
 
     def move(self, home: Home, master: Array | None) -> None:
@@ -393,16 +391,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def park(self, parked: Mapping[str, Array]) -> None:
         """The states are in host memory, and `parked` stands for the engine's arrays of them, until `unpark`. Those of
         a torch optimizer are moved there."""
-        self._parked, self.states = self.states if self.core else {}, dict(parked)
-        self._is_parked = True
+        self._parked = {}
+        if self.core:
+            self._parked, self.states = self.states, dict(parked)
         self._move_twins(torch.device("cpu"))
 
     def unpark(self) -> None:
         """What was moved, of the states or of what they are updated with, is where it was, at other addresses."""
-        if self._is_parked:
-            self._is_parked = False
+        if self._parked is not None:
             if self.core:
-                self.states, self._parked = self._parked, {}
+                self.states = self._parked
+            self._parked = None
             self._move_twins(self._state.state_device)
         if self.core:
             self._make_args()
@@ -414,10 +413,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     state[name] = value.to(device)
 
     def _require_here(self) -> None:
-        if self._is_parked:
-            raise UnsupportedError(
-                "optimizer states are in host memory since engine.offload_states(); call engine.reload_states() first"
-            )
+        if self._parked is not None:
+            raise UnsupportedError(AWAY)
 
     def follow_state(self) -> None:
         """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have

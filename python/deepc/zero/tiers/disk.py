@@ -46,6 +46,12 @@ def preflight(plan: Plan) -> list[Disk]:
     return out
 
 
+def open_tier(plan: Plan, states: Sequence[str]) -> DiskTier:
+    """For masters, where the plan has any, and `states`, on the plan's disk."""
+    assert plan.disk is not None  # the caller has looked
+    return DiskTier(plan.disk, [*["master"] * plan.has_master, *states], plan.owned_elems)
+
+
 class DiskTier:
     """The states `names` of a rank, [elems] each, masters in fp32 and moments in the plan's format, in a scratch file
     without a name. They begin as zeros.

@@ -10,6 +10,8 @@ import torch
 from ...core import memory
 from ...errors import OutOfMemoryError
 
+AWAY = "optimizer states are in host memory since engine.offload_states(); call engine.reload_states() first"
+
 
 class _Row(NamedTuple):
     """A storage without memory, and what it held; host None: nothing that is wanted."""
