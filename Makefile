@@ -3,7 +3,8 @@
 #   make train ARGS="--stage 2 --steps 50" DATA=~/books      make test      make help
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH="torch==2.11.0" the PyTorch to install where none is there yet,
-# JOBS=N the compilers at a time, DEEPC_CUDA=ON the CUDA kernels where there is no GPU (with one they are built wherever nvcc is).
+# JOBS=N the compilers at a time, DEEPC_CUDA=ON the CUDA kernels where there is no GPU (with one they are built wherever nvcc is),
+# DEEPC_NATIVE=OFF kernels for all instruction sets (ON: for this processor's; a wheel has all).
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build format lint train test test-full test-thread test-gpu bench bench-full wheel sdist docs clean distclean
@@ -13,6 +14,7 @@ export TORCH ?=
 export JOBS ?= $(shell nproc)
 export DATA ?=
 export DEEPC_CUDA ?=
+export DEEPC_NATIVE ?=
 VPY := .venv/bin/python
 
 help:  ## this list

@@ -41,6 +41,7 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
 #endif
 };
 static int dispatch_have[DC_ISA_COUNT];
+static int dispatch_left_out = -1;
 static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
 int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
@@ -97,7 +98,11 @@ static void dispatch_isa_detect(void) {
 #if defined(DEEPC_X86_BODIES)
   dispatch_isa_detect_x86();
 #endif
-  for (int isa = 0; isa < DC_ISA_COUNT; isa++) dispatch_have[isa] &= dispatch_table[isa] != NULL;
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
+    if (!dispatch_have[isa]) continue;
+    dispatch_left_out = dispatch_table[isa] ? -1 : isa;
+    dispatch_have[isa] = dispatch_table[isa] != NULL;
+  }
 }
 
 const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? dispatch_isa_names[isa] : "?"; }
@@ -105,6 +110,11 @@ const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? dispa
 int dc_isa_available(int isa) {
   pthread_once(&dispatch_once, dispatch_isa_detect);
   return isa >= 0 && isa < DC_ISA_COUNT && dispatch_have[isa];
+}
+
+int dc_isa_left_out(void) {
+  pthread_once(&dispatch_once, dispatch_isa_detect);
+  return dispatch_left_out;
 }
 
 /* "scalar, avx2": what this processor can run, for messages. */

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +58,19 @@ class Message(NamedTuple):
     where: str
 
 
-def _trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def _trees() -> list[tuple[str, ast.Module]]:
+    return [
+        (path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 def _words(text: str) -> str:
     return " ".join(text.split())
 
 
+@cache
 def errors() -> list[Error]:
     """Every exception of the package that is a DeepcError, those of errors.py first. ValueError for one without a
     docstring."""
@@ -128,6 +132,7 @@ def _template(node: ast.expr) -> str | None:
     return None
 
 
+@cache
 def messages() -> list[Message]:
     """Every message with literal text that the package gives to one of its exceptions, in the order of exception, file
     and line."""

@@ -81,6 +81,10 @@ cuda_choice() {
   if [ -n "${DEEPC_CUDA:-}" ]; then echo "$DEEPC_CUDA"; elif has_gpu; then echo AUTO; else echo OFF; fi
 }
 
+kernels() { # DEEPC_NATIVE: what tells a build's instruction sets from those of another machine that shares this folder
+  if [ "$1" = OFF ]; then echo all; else grep -m1 '^flags' /proc/cpuinfo 2>/dev/null | tr ' ' '\n' | grep -x -e avx512vl -e avx512_bf16 | tr '\n' '+'; fi
+}
+
 tool() { # name: the program in .venv, else the system's
   if [ -x "$VENV/bin/$1" ]; then echo "$PWD/$VENV/bin/$1"; else command -v "$1"; fi
 }

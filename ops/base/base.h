@@ -95,6 +95,9 @@ enum dc_isa {
 DC_API const char *dc_isa_name(int isa);
 /* 1 if this processor and this binary can run `isa`. */
 DC_API int dc_isa_available(int isa);
+/* The best set that this processor can run and this binary has no bodies for (a build with DEEPC_NATIVE on another
+ * machine); -1 if the best is available. */
+DC_API int dc_isa_left_out(void);
 /* The instruction set in use: DEEPC_ISA if set, else the best available. *isa is written on DC_OK. DC_E_ENV if
  * DEEPC_ISA is not a name or names a set that this processor lacks. */
 DC_API int dc_isa_current(int *isa);

@@ -1,6 +1,6 @@
 """The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS, whose module is imported when
 the subcommand is used. What each does, with examples and exit codes: docs/cli.md. Help, versions and what is wrong in a
-command line come without torch (deepc.complete)."""
+command line come without torch, and so does what asks it nothing (deepc.complete)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .errors import DeepcError
 @dataclass(frozen=True)
 class Command:
     """One subcommand. arguments, run: "module:function" of this package; run takes the parsed arguments and returns the
-    exit code."""
+    exit code. needs_torch: False where what it does, or a part of that, does without: run calls deepc.complete itself
+    before what does not."""
 
     help: str
     description: str
@@ -28,6 +29,7 @@ class Command:
     exit_code: str
     arguments: str
     run: str
+    needs_torch: bool = True
 
 
 _TWO = "2 the question can't be answered (a wrong argument, a file that is not there)"
@@ -116,6 +118,7 @@ _COMMANDS: dict[str, Command] = {
         f"0; 1 the configuration is wrong; {_TWO}",
         "config.explain:add_arguments",
         "config.explain:run",
+        needs_torch=False,
     ),
     "report": Command(
         "make a page of a run, or compare several",
@@ -126,6 +129,7 @@ _COMMANDS: dict[str, Command] = {
         f"0; 1 the page can't be written; {_TWO}",
         "observe.report:add_arguments",
         "observe.report:run",
+        needs_torch=False,
     ),
     "ckpt": Command(
         "look into checkpoints, verify, compare, export them",
@@ -164,7 +168,8 @@ _COMMANDS: dict[str, Command] = {
         ("deepc doctor", "deepc doctor --no-test --json", "deepc doctor 12345", "deepc doctor --all"),
         f"0 all is well, 1 something is wrong; {_TWO}",
         "observe.diagnose.doctor:add_arguments",
-        "observe.diagnose.doctor:run",
+        "cli:_doctor",
+        needs_torch=False,
     ),
 }
 
@@ -191,6 +196,14 @@ def _run(args: argparse.Namespace) -> int:
     from .launch import plan, run
 
     return run(plan(args))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .observe.diagnose import doctor
+
+    if not (args.targets or args.all):  # this machine; a run's records are read without torch
+        complete()
+    return doctor.run(args)
 
 
 def _version() -> str:
@@ -298,8 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(guide())
         return 0
     try:
-        complete()
-        return int(_resolve(_COMMANDS[args.command].run)(args))
+        command = _COMMANDS[args.command]
+        if command.needs_torch:
+            complete()
+        return int(_resolve(command.run)(args))
     except DeepcError as exc:
         print(f"deepc {args.command}: error: {exc}", file=sys.stderr)
         return 2

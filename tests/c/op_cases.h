@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -17,6 +18,9 @@
 
 #include "ops/ops.h"
 #include "ref/scalar.h"
+
+// The full class (scripts/test full, DEEPC_TEST_FULL=1) has all cases, the quick one some, as each test says.
+inline bool full_class() { return getenv("DEEPC_TEST_FULL") != nullptr; }
 
 namespace {
 

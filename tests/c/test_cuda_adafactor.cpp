@@ -79,8 +79,10 @@ protected:
               " fill=" + std::to_string(fill),
           places);
     };
-    run(Block::kForwards, {kOffStart});
-    run(Block::kBackwards, {kAtEnd});
+    static int turn = 0; // by turn, in the full class both
+    const bool backwards = turn++ % 2;
+    if (full_class() || !backwards) run(Block::kForwards, {kOffStart});
+    if (full_class() || backwards) run(Block::kBackwards, {kAtEnd});
   }
 };
 

@@ -116,7 +116,7 @@ void check(const Case &c, Place place, const std::string &what) {
 
 // DEEPC_TEST_FULL=1: each case in each dtype, else in one of them.
 TEST_F(CudaAttention, IsItsDefinition) {
-  const bool full = getenv("DEEPC_TEST_FULL") != nullptr;
+  const bool full = full_class();
   size_t turn = 0;
   wide_runs = narrow_runs = ahead_runs = whole_runs = piece_runs = 0;
   const AttRoom rooms[] = {AttRoom(), kHopper, kLeast};
@@ -157,7 +157,7 @@ TEST_F(CudaAttention, RandomCases) {
 // A body that lacks a barrier has other results when the threads run in another order. DEEPC_TEST_FULL=1: each case in
 // each dtype.
 TEST_F(CudaAttention, OrderOfThreadsDoesNotChangeBits) {
-  const bool full = getenv("DEEPC_TEST_FULL") != nullptr;
+  const bool full = full_class();
   for (int dt : kLow) {
     const Case all[] = {{dt, 1, 2, 1, 100, 140, 40, true, 40, false, 16, 1, true, true, DC_F32, true, 90, 0.1f},
                         {dt, 1, 1, 1, 66, 70, 200, false, 0, false, 0, 1, false, false, DC_BF16}};

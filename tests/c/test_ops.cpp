@@ -688,6 +688,7 @@ TEST_F(Ops, IsaNamesAndForce) {
   EXPECT_STREQ(dc_isa_name(DC_ISA_COUNT), "?");
   EXPECT_EQ(dc_isa_available(DC_ISA_SCALAR), 1);
   EXPECT_EQ(dc_isa_available(-1), 0);
+  EXPECT_EQ(dc_isa_left_out(), -1); // what is built here has all that runs here
   EXPECT_EQ(dc_isa_force(DC_ISA_COUNT), DC_E_UNSUPPORTED);
   for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
     int now = -1;

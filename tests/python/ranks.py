@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import multiprocessing.reduction
@@ -298,6 +299,20 @@ def run_quietly(fn: Callable, world: int, *args: Any, **options: Any) -> list[An
     return run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
 
 
+_changes: list[Callable[[], None]] = []  # what ends with the job
+
+
+def for_this_job(owner: Any, name: str, value: Any) -> None:
+    """owner.name = value, in a rank, until its job has ended: the process goes on to others."""
+    _changes.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def _end_changes() -> None:
+    while _changes:
+        _changes.pop()()
+
+
 @contextlib.contextmanager
 def placed(rank: int, nodes: str):
     """Groups that are opened inside see this rank on the node of its digit: "011" is a node of one rank and one of two.
@@ -401,6 +416,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
         except BaseException:
             traceback.print_exc()
             code = 1
+        getattr(sys.modules.get("ranks"), "_end_changes", _end_changes)()  # this file may be __main__
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(result_fd, bytes([code or _after()]))

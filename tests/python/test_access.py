@@ -169,7 +169,7 @@ def test_values_are_whole_and_can_be_set(world, stage, precision):
 @pytest.mark.parametrize(
     "stage, precision, zero",
     [
-        (0, "fp32", {}),
+        pytest.param(0, "fp32", {}, marks=pytest.mark.full),
         pytest.param(2, "bf16", {}, marks=pytest.mark.full),
         *(pytest.param(3, p, {}, marks=pytest.mark.full) for p in ("fp32", "bf16")),
         (3, "bf16", QUANTIZED),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import report_runs
 from deepc import cli
 from deepc.cli import main
 from deepc.errors import ArgumentError
@@ -57,6 +58,26 @@ def test_version_and_help_come_without_torch(words, tmp_path):
         import torch
 
         assert f"torch {torch.__version__}," in done.stdout and "later: True" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["config", "check", "ds.json"], "optimizer.params.lr"),
+        (["config", "keys", "zero_optimization"], "zero_optimization.stage"),
+        (["doctor", "nowhere"], "nowhere"),
+        (["report", "run"], "report.html"),
+    ],
+    ids=["config check", "config keys", "doctor", "report"],
+)
+def test_what_asks_torch_nothing_comes_without_it(words, said, tmp_path):
+    """Who asks about a run on a machine that is busy, or types many questions."""
+    (tmp_path / "deepc").write_text(_SCRIPT)
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    report_runs.whole(tmp_path / "run", steps=5)
+    done = subprocess.run([sys.executable, tmp_path / "deepc", *words], cwd=tmp_path, capture_output=True, text=True)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 and "torch: False" in told and said in told, told
 
 
 def test_python_m_deepc_does_without_torch_too():
@@ -205,7 +226,7 @@ def test_the_documentation_has_every_command():
 def test_bench_measures_the_parts_of_one_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "_elements", lambda per, wanted: 1 << 20)
     assert (
-        main(["bench", "--seconds", "0.5", "--folder", str(tmp_path), "--only", "gemm,memory,optimizer,disk", "--json"])
+        main(["bench", "--seconds", "0.1", "--folder", str(tmp_path), "--only", "gemm,memory,optimizer,disk", "--json"])
         == 0
     )
     found = json.loads(capsys.readouterr().out)

@@ -100,6 +100,7 @@ def _ends(rank, world, how):
     return os.getpid(), free
 
 
+@pytest.mark.full  # it is ranks.py that is tested
 def test_a_job_of_ranks_that_takes_the_name_begins_where_it_is_free():
     own = {"TEST_OF": "names"}  # processes that no other test has left a name in
     ran = [run_ranks(_ends, 1, args=(how,), env=own)[0] for how in ("", "looked", "", "ours", "", "")]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from conformance import Barrier, Call, Case, Messages, Objects, Placed
 from ranks import run_ranks
 
-QUICK = {2: 180, 3: 100, 4: 100}
+QUICK = {2: 120, 3: 60, 4: 60}
 FULL = 3500  # per world of 2, 3 and 4 ranks
 KEEP = 20  # failures that are told
 TIMEOUT_S = 30.0

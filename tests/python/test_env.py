@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python/deepc"
 READERS = {"core/env.py", "core/lib.py"}
 NAME = re.compile(r"DEEPC_[A-Z0-9_]+")
 # Of the build and of the tests; "DEEPC_" alone is a prefix.
-NOT_IN_THE_TABLE = {"DEEPC_CUDA", "DEEPC_TEST"}
+NOT_IN_THE_TABLE = {"DEEPC_CUDA", "DEEPC_NATIVE", "DEEPC_TEST"}
 
 
 @functools.cache

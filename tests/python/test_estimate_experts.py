@@ -101,6 +101,7 @@ def test_the_plan_says_what_it_assumes() -> None:
     assert few.activations < told.activations < two.activations
 
 
+@pytest.mark.full  # test_experts_over_ranks_of_a_stage is of every push
 def test_experts_over_ranks() -> None:
     whole, spread = estimate(2, stage=2), estimate(2, stage=2, ep=2)
     assert (spread.world, spread.experts, spread.parameters) == (2, 2, whole.parameters)

@@ -40,7 +40,7 @@ def explore(folder: Path, model: str, *defines: str, optimize: str = "-O1") -> t
 SOUND = [
     ("sleep", "RANKS=3", "STEPS=3", "BELL"),
     ("calm", "RANKS=3", "PIECES=3"),
-    ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
+    ("exchange", "RANKS=2", "CALLS=3", "PLACES=5"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=4", "DIE"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=1", "ODD"),
     ("team", "RANKS=3", "CALLS=3", "BUSY"),
@@ -55,6 +55,7 @@ SOUND_FULL = [
     ("team", "RANKS=3", "CALLS=3"),
     ("sleep", "RANKS=3", "STEPS=4", "FENCES"),
     ("sleep", "RANKS=4", "STEPS=3"),
+    ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
     ("exchange", "RANKS=2", "CALLS=4", "PLACES=6"),
     ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=4"),
     ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=5"),

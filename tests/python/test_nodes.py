@@ -97,8 +97,10 @@ def crossed_as_planned(run: Run, steps: int, gas: int, per_node: int) -> None:
     "world, nodes, how, gas",
     [
         (4, 2, "dealt", 2),
-        (3, 3, "blocks", 1),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, 2, "blocks", 1), (2, 2, "blocks", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((3, 3, "blocks", 1), (4, 2, "blocks", 1), (2, 2, "blocks", 2))
+        ),
     ],
 )
 def test_stages_over_nodes_equal_plain_pytorch_and_each_other(world, nodes, how, gas):

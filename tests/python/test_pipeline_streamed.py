@@ -273,8 +273,8 @@ def _uneven(rank, world, stage, options):
 @pytest.mark.parametrize(
     ("stage", "schedule"),
     [
-        (3, "zb-v"),
-        pytest.param(3, "1f1b", marks=pytest.mark.full),
+        pytest.param(3, "zb-v", marks=pytest.mark.full),
+        (3, "1f1b"),
         pytest.param(1, "1f1b", marks=pytest.mark.full),
         pytest.param(0, "zb-h1", marks=pytest.mark.full),
     ],
@@ -401,6 +401,7 @@ def _failing(rank, world, folder, place):
     return losses, said
 
 
+@pytest.mark.full  # test_axes_disk.py has some of every push
 def test_a_transfer_that_fails_is_an_error_on_all_ranks(tmp_path):
     ranks = run_ranks(_failing, 4, str(tmp_path), on_disk(tmp_path, True))
     for losses, said in ranks:

@@ -221,7 +221,8 @@ def test_caches_keep_nothing_beside_autograd(kind, monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.full  # test_recompute_pipeline.py has one of every push
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_what_blocks_saved_may_lie_on_disk(kind, tmp_path, monkeypatch):
     from deepc.engine.states.activations import Moves
 

@@ -14,6 +14,7 @@ from deepc.errors import ConfigError
 from deepc.parallel.expert import MoE
 from deepc.plan.mesh import Mesh
 from deepc.plan.predict.recompute.choice import Rates
+from ranks import for_this_job
 from ranks import run_ranks as _run_ranks
 from test_recompute import KEY, Held
 from test_recompute_pipeline import alike
@@ -129,7 +130,7 @@ def between(stats, part):
     return int(stats["least_bytes"] + part * (stats["whole_bytes"] - stats["least_bytes"]))
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [pytest.param(False, marks=FULL), True])
 def test_no_bit_differs_and_budgets_are_kept(kept):
     """Noise, lots, dropout and what is left out are drawn again alike. A gate's loss that the block keeps does not keep
     what was computed again for it."""
@@ -327,7 +328,7 @@ def _disk_fails(rank, world, folder, method):
     from deepc.errors import DeepcError, DiskError
     from deepc.offload import spill
 
-    Moves.measure = lambda self: Rates(0.0, 0.0, 1e-13)
+    for_this_job(Moves, "measure", lambda self: Rates(0.0, 0.0, 1e-13))
     disk = {"nvme_path": folder, "min_bytes": 256}
 
     def begun(budget):
@@ -346,7 +347,7 @@ def _disk_fails(rank, world, folder, method):
         raise DiskError("[made by the test]")
 
     if rank == 1:
-        setattr(spill.Spill if method == "put" else spill.Spilled, method, refuses)
+        for_this_job(spill.Spill if method == "put" else spill.Spilled, method, refuses)
     with pytest.raises(DeepcError) as told:
         engine.backward(engine(batch(1, rank)))
     return f"{type(told.value).__name__}: {told.value}"
@@ -354,7 +355,7 @@ def _disk_fails(rank, world, folder, method):
 
 @pytest.mark.parametrize("method", ["get", pytest.param("put", marks=FULL)])
 def test_a_disk_that_fails_inside_of_a_block_is_an_error_on_all_ranks(method, tmp_path):
-    other, mine = _run_ranks(_disk_fails, 2, args=(str(tmp_path), method), fresh=True)  # it changes classes
+    other, mine = _run_ranks(_disk_fails, 2, args=(str(tmp_path), method))
     assert mine == "DiskError: [made by the test]"
     assert other.startswith("AbortedError") and "rank 1 broke off a pass: DiskError: [made by the test]" in other
 
@@ -411,10 +412,10 @@ def _along_axes(rank, world, sizes, places, stage, budgets):
 @pytest.mark.parametrize(
     ("sizes", "stage", "places"),
     [
-        ({"sp": 2, "ep": 2}, 1, axes.DRAWN),
         *(
             pytest.param(*case, marks=FULL)
             for case in (
+                ({"sp": 2, "ep": 2}, 1, axes.DRAWN),
                 ({"dp": 2, "tp": 2, "ep": 2}, 2, axes.FEW_PLACES),
                 ({"dp": 2, "sp": 2, "ep": 4}, 3, axes.DRAWN),
                 ({"pp": 2, "dp": 2, "ep": 2}, 1, axes.FEW_PLACES),

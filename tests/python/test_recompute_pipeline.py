@@ -11,7 +11,7 @@ import torch
 from deepc.errors import ConfigError
 from deepc.plan.predict.recompute import choice as recompute
 from deepc.plan.predict.recompute.choice import Call
-from ranks import run_ranks
+from ranks import for_this_job, run_ranks
 from test_recompute import KEY, Held
 from torch import nn
 
@@ -186,9 +186,15 @@ def on_disk(rank, world, options, budgets, folder, fast):
     from deepc.engine.states.activations import Moves
 
     told, close = [], Moves.close
-    Moves.measure = lambda self: recompute.Rates(0.0, 0.0, 1e-13) if fast else recompute.Rates(1.0, 1.0, 1.0)
-    Moves.close = lambda self: (told.append((self.spill.bytes_written, self.spill.most_bytes)), close(self))
+    rates = recompute.Rates(0.0, 0.0, 1e-13) if fast else recompute.Rates(1.0, 1.0, 1.0)
+
+    def noted(self):
+        told.append((self.spill.bytes_written, self.spill.most_bytes))
+        close(self)
+
     disk = {"deepc": {"activations": {"nvme_path": folder, "min_bytes": 1024}}}
+    for_this_job(Moves, "measure", lambda self: rates)
+    for_this_job(Moves, "close", noted)
     found = train(rank, world, 2, options, disk, budgets)
     return [(*f, *t) for f, t in zip(found, told, strict=True)]
 
@@ -238,7 +244,7 @@ def disk_fails(rank, world, folder):
         raise DiskError("[made by the test]")
 
     if rank == 0:
-        spill.Spilled.get = refuses
+        for_this_job(spill.Spilled, "get", refuses)
     with pytest.raises(DeepcError) as told:
         on_disk(rank, world, {}, [61_952], folder, True)
     return type(told.value).__name__, str(told.value)

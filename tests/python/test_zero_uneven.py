@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from ranks import for_this_job
 from ranks import run_quietly as run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
@@ -21,7 +22,7 @@ def keep(nbytes: int) -> None:
     """Of parameters that stay whole while a model is built, besides the last one."""
     from deepc.zero import shards as init_shards
 
-    init_shards.KEEP = nbytes  # the process goes on to other tests, which ask for theirs
+    for_this_job(init_shards, "KEEP", nbytes)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

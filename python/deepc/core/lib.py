@@ -481,6 +481,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_last_error": (c_char_p,),
     "dc_isa_name": (c_char_p, c_int),
     "dc_isa_available": (c_int, c_int),
+    "dc_isa_left_out": (c_int,),
     "dc_isa_current": (c_int, _P(c_int)),
     "dc_isa_force": (c_int, c_int),
     "dc_set_num_threads": (c_int, c_int),

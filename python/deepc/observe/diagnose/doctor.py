@@ -118,7 +118,7 @@ def _isa() -> Check:
     current = ctypes.c_int(-1)
     if C.dc_isa_current(ctypes.byref(current)):
         return Check("instruction set", "fail", C.dc_last_error().decode(errors="replace"), "unset DEEPC_ISA")
-    best = max(i for i in range(4) if C.dc_isa_available(i))
+    best, left_out = max(i for i in range(16) if C.dc_isa_available(i)), C.dc_isa_left_out()
     name = C.dc_isa_name(current.value).decode()
     if current.value != best:
         return Check(
@@ -126,6 +126,13 @@ def _isa() -> Check:
             "warn",
             f"{name}, forced by DEEPC_ISA",
             f"unset DEEPC_ISA: this processor has {C.dc_isa_name(best).decode()}",
+        )
+    if left_out >= 0:
+        return Check(
+            "instruction set",
+            "warn",
+            f"{name}: this build has no kernels for {C.dc_isa_name(left_out).decode()}, which this processor has",
+            "build here (make build), or with DEEPC_NATIVE=OFF for all processors; wheels have all",
         )
     return Check(
         "instruction set",
