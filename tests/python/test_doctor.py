@@ -448,13 +448,18 @@ def test_each_fix_is_named(monkeypatch):
     assert doctor._hostname().state == "warn" and "/etc/hosts" in doctor._hostname().fix
 
 
-def test_a_build_of_another_processor_is_told(monkeypatch):
+def test_a_build_of_another_processor_is_told(monkeypatch, caplog):
+    import deepc
+    import tiny
+    import torch
     from deepc.core.lib import C
 
     assert doctor._isa().state == "ok" or "DEEPC_ISA" in doctor._isa().value or C.dc_isa_left_out() >= 0
     monkeypatch.setattr(C, "dc_isa_left_out", lambda: 3)
     found = doctor._isa()
     assert found.state == "warn" and "no kernels for avx512_bf16" in found.value and "DEEPC_NATIVE=OFF" in found.fix
+    deepc.initialize(model=torch.nn.Linear(2, 2), config=tiny.config(0, micro=1))[0].destroy()
+    assert "no kernels for avx512_bf16, which this processor has: build it here" in caplog.text
 
 
 def test_a_self_test_that_fails_says_what_failed(monkeypatch):

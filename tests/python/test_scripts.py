@@ -5,6 +5,7 @@ scripts/test: the C tests beside the Python tests are counted, and end with them
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,17 @@ def test_cuda_kernels_are_built_where_there_is_a_gpu_or_on_request(gpu, said, ch
         timeout=60,
     )
     assert (done.stdout, done.stderr) == (f"{choice}\n", "")
+
+
+def test_another_processor_is_another_build():
+    """One folder, seen by machines whose processors differ."""
+    lib = COUNT.with_name("lib.sh")
+    done = subprocess.run(
+        ["sh", "-euc", f'. "{lib}"; echo "$(kernels OFF) $(kernels ON)."'], capture_output=True, text=True, timeout=60
+    )
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    here = [f for f in (flags[1].split() if flags else []) if f in ("avx512vl", "avx512_bf16")]
+    assert (done.stdout, done.stderr) == (f"all {''.join(f + '+' for f in here)}.\n", "")
 
 
 # A .venv/bin/python of the scripts: pip can get what is in HAVE (and replaces torch if REPLACES says so), and notes

@@ -52,6 +52,16 @@ def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset({"avx512_bf16"} if C.dc_isa_available(_ISA_AVX512_BF16) else ())
 
 
+def left_out() -> str:
+    """The best instruction set that this processor has and this build of the core no kernels for, as one made with
+    DEEPC_NATIVE on another machine may; empty: none."""
+    isa: int = C.dc_isa_left_out()
+    return C.dc_isa_name(isa).decode() if isa >= 0 else ""
+
+
+LEFT_OUT_FIX = "build it here (make build), or with DEEPC_NATIVE=OFF for all processors; a wheel has all"
+
+
 def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str) -> tuple[bool, str]:
     """Pure part of *_arithmetic(): (has it, why)."""
     if machine.lower() in ("aarch64", "arm64"):

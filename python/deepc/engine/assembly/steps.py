@@ -17,7 +17,7 @@ import torch
 from ...comm import start as comm
 from ...config.rules import default_optimizer
 from ...config.tree import Config
-from ...core import env, memory
+from ...core import cpu, env, memory
 from ...core.ops import dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ...optim.factory import check_format, make_optimizer
@@ -656,6 +656,9 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
     if engine._config.dump_state:
         say(engine, engine._config.explain())
     say(engine, engine.plan.describe())
+    if missing := cpu.left_out():
+        told = f"this build of deepc has no kernels for {missing}, which this processor has: {cpu.LEFT_OUT_FIX}"
+        say(engine, told, logging.WARNING)
     tell_defaults(engine, given)
     if fused is not None:
         loss = "\n  outputs.logits is None while the model trains on labels" if fused.replaced["loss"] else ""

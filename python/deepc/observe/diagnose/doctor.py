@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from ...core import env
+from ...core import cpu, env
 from ...core.foreign import patches
 from ...errors import ArgumentError, ConfigError, DeepcError
 from . import diagnosis, flight
@@ -118,7 +118,7 @@ def _isa() -> Check:
     current = ctypes.c_int(-1)
     if C.dc_isa_current(ctypes.byref(current)):
         return Check("instruction set", "fail", C.dc_last_error().decode(errors="replace"), "unset DEEPC_ISA")
-    best, left_out = max(i for i in range(16) if C.dc_isa_available(i)), C.dc_isa_left_out()
+    best = max(i for i in range(16) if C.dc_isa_available(i))
     name = C.dc_isa_name(current.value).decode()
     if current.value != best:
         return Check(
@@ -127,13 +127,9 @@ def _isa() -> Check:
             f"{name}, forced by DEEPC_ISA",
             f"unset DEEPC_ISA: this processor has {C.dc_isa_name(best).decode()}",
         )
-    if left_out >= 0:
-        return Check(
-            "instruction set",
-            "warn",
-            f"{name}: this build has no kernels for {C.dc_isa_name(left_out).decode()}, which this processor has",
-            "build here (make build), or with DEEPC_NATIVE=OFF for all processors; wheels have all",
-        )
+    if missing := cpu.left_out():
+        told = f"{name}: this build has no kernels for {missing}, which this processor has"
+        return Check("instruction set", "warn", told, cpu.LEFT_OUT_FIX)
     return Check(
         "instruction set",
         "ok" if best else "warn",
