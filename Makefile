@@ -14,7 +14,6 @@ export TORCH ?=
 export JOBS ?= $(shell nproc)
 export DATA ?=
 export DEEPC_CUDA ?=
-export DEEPC_NATIVE ?=
 VPY := .venv/bin/python
 
 help:  ## this list
