@@ -68,6 +68,7 @@ TENSORS = {
 
 
 # ---- deepc.estimate --------------------------------------------------------------------------------------------------
+@pytest.mark.full  # test_a_model_as_layers_has_a_plan_as_well is of every push
 def test_the_figures_of_stages_add_up() -> None:
     told = estimate(pipeline())
     whole = estimate(config(0, micro=MICRO, gas=4), ranks=1)
