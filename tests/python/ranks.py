@@ -3,14 +3,14 @@
     def work(rank, world, x): ...                 # at module level of the test file
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
-Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group),
-but those that have the name deepspeed (_after); a job that may not take it, because transformers had looked for it in
-an earlier one, is done again in new ones. fresh=True starts new ones, for tests that change the process otherwise. New
-ones are forked from a process that has imported torch and nothing of deepc (multiprocessing's forkserver;
-preloaded.py). executes=True starts a program instead: for what counts memory, or depends on how a process begins; so
-does RANKS_EXECUTE=1 for all (the full class), and a variable that is not deepc's. A rank's failure raises RankFailure
-with every rank's output and traceback; a hang ends at the limit with every rank's stack. Jobs and results travel as
-pickles between our own processes only."""
+Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group;
+its variables end with it, and what it changes by for_this_job), but those that have the name deepspeed (_after); a
+job that may not take it, because transformers had looked for it in an earlier one, is done again in new ones.
+fresh=True starts new ones, for tests that change the process otherwise. New ones are forked from a process that has
+imported torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program
+instead: for what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class),
+and a variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang
+ends at the limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
 
@@ -313,6 +313,15 @@ def _end_changes() -> None:
         _changes.pop()()
 
 
+def _restore(env: dict[str, str]) -> None:
+    """The variables as they were, one by one: libraries' threads may be reading others."""
+    for name in {*os.environ} - {*env}:
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 @contextlib.contextmanager
 def placed(rank: int, nodes: str):
     """Groups that are opened inside see this rank on the node of its digit: "011" is a node of one rank and one of two.
@@ -408,6 +417,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     torch.set_num_threads(1)
     import deepc  # noqa: F401
 
+    env = dict(os.environ)
     for line in sys.stdin:
         rank, folder = line.rstrip("\n").split(" ", 1)
         code = 0
@@ -417,6 +427,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
             traceback.print_exc()
             code = 1
         getattr(sys.modules.get("ranks"), "_end_changes", _end_changes)()  # this file may be __main__
+        _restore(env)
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(result_fd, bytes([code or _after()]))
