@@ -356,21 +356,16 @@ def run_job(rank: int, folder: str) -> None:
     import torch.distributed as dist
 
     job = pickle.loads(Path(folder, f"job{rank}").read_bytes())
-    before = dict(os.environ)
     os.environ.update(job["env"])
     world = int(job["env"]["WORLD_SIZE"])
     fn = importlib.import_module(job["module"])
     for part in job["name"].split("."):
         fn = getattr(fn, part)
-    try:
-        if job["backend"]:
-            dist.init_process_group(job["backend"], timeout=datetime.timedelta(seconds=job["timeout_s"]))
-        out = fn(rank, world, *job["args"])
-        Path(folder, f"out{rank}.new").write_bytes(pickle.dumps(out))
-        os.replace(Path(folder, f"out{rank}.new"), Path(folder, f"out{rank}"))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    if job["backend"]:
+        dist.init_process_group(job["backend"], timeout=datetime.timedelta(seconds=job["timeout_s"]))
+    out = fn(rank, world, *job["args"])
+    Path(folder, f"out{rank}.new").write_bytes(pickle.dumps(out))
+    os.replace(Path(folder, f"out{rank}.new"), Path(folder, f"out{rank}"))
     _await_others(folder, set(range(world)) - set(job["may_die"]))
     if dist.is_initialized():
         dist.destroy_process_group()

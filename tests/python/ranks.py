@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import multiprocessing.reduction
@@ -32,6 +31,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 LIMIT_S = 300.0  # of a hang; a busy machine must not look like one
 EXECUTES = bool(os.environ.get("RANKS_EXECUTE"))
@@ -299,18 +300,12 @@ def run_quietly(fn: Callable, world: int, *args: Any, **options: Any) -> list[An
     return run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
 
 
-_changes: list[Callable[[], None]] = []  # what ends with the job
+_changes = pytest.MonkeyPatch()  # what ends with the job
 
 
 def for_this_job(owner: Any, name: str, value: Any) -> None:
     """owner.name = value, in a rank, until its job has ended: the process goes on to others."""
-    _changes.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
-
-
-def _end_changes() -> None:
-    while _changes:
-        _changes.pop()()
+    _changes.setattr(owner, name, value)
 
 
 def _restore(env: dict[str, str]) -> None:
@@ -426,12 +421,12 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
         except BaseException:
             traceback.print_exc()
             code = 1
-        getattr(sys.modules.get("ranks"), "_end_changes", _end_changes)()  # this file may be __main__
+        _changes.undo()
         _restore(env)
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(result_fd, bytes([code or _after()]))
 
 
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+if __name__ == "__main__":  # as the module that tests import
+    importlib.import_module("ranks")._serve(int(sys.argv[1]))

@@ -680,7 +680,8 @@ def connections(run: Run) -> list[int]:
 
 
 @needs_sshd
-@pytest.mark.parametrize("victim", [pytest.param(v, marks=pytest.mark.full) for v in ("launcher", "ssh")])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["launcher", "ssh"])
 def test_a_real_host_left_alone_cleans_up(tmp_path, request, victim):
     servers = request.getfixturevalue("servers")
     run = servers.run(tmp_path, FAIL, lines=("10.77.0.1 slots=1", "10.77.0.2 slots=1"))

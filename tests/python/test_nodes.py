@@ -148,8 +148,7 @@ def _train_variant(rank, world, options):
     return out
 
 
-@pytest.mark.full  # test_engine.py and test_nodes_axes.py have 16 bits of every push
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_16_bit_over_nodes_is_bit_equal_and_learns_as_on_one_node(precision):
     ranks = run_ranks(_train, 4, 2, "blocks", (0, 2, 3), 1, 2, precision, STEPS, {}, {})
     one_node = run_ranks(_train, 4, 1, "blocks", (2,), 1, 2, precision, STEPS, {}, {})[0][2]

@@ -79,7 +79,6 @@ MESHES = [
     ("sizes", "nodes", "families", "stages"),
     [
         ({"dp": 2, "tp": 2}, "abab", ("own",), (3,)),
-        pytest.param({"dp": 2, "tp": 2}, "aabb", ("own",), (3,), marks=FULL),
         *(
             pytest.param(sizes, nodes, families, stages, marks=FULL)
             for sizes, nodes in MESHES

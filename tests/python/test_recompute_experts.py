@@ -409,19 +409,15 @@ def _along_axes(rank, world, sizes, places, stage, budgets):
     return out
 
 
+@FULL
 @pytest.mark.parametrize(
     ("sizes", "stage", "places"),
     [
-        *(
-            pytest.param(*case, marks=FULL)
-            for case in (
-                ({"sp": 2, "ep": 2}, 1, axes.DRAWN),
-                ({"dp": 2, "tp": 2, "ep": 2}, 2, axes.FEW_PLACES),
-                ({"dp": 2, "sp": 2, "ep": 4}, 3, axes.DRAWN),
-                ({"pp": 2, "dp": 2, "ep": 2}, 1, axes.FEW_PLACES),
-                ({"pp": 2, "sp": 2, "ep": 2}, 2, axes.ALL_PLACES),
-            )
-        ),
+        ({"sp": 2, "ep": 2}, 1, axes.DRAWN),
+        ({"dp": 2, "tp": 2, "ep": 2}, 2, axes.FEW_PLACES),
+        ({"dp": 2, "sp": 2, "ep": 4}, 3, axes.DRAWN),
+        ({"pp": 2, "dp": 2, "ep": 2}, 1, axes.FEW_PLACES),
+        ({"pp": 2, "sp": 2, "ep": 2}, 2, axes.ALL_PLACES),
     ],
     ids=axes.name_of,
 )

@@ -53,10 +53,10 @@ def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def left_out() -> str:
-    """The best instruction set that this processor has and this build of the core no kernels for, as one made with
-    DEEPC_NATIVE on another machine may; empty: none."""
+    """What a build of the core lacks that was made with DEEPC_NATIVE on another machine, in words; empty: nothing."""
     isa: int = C.dc_isa_left_out()
-    return C.dc_isa_name(isa).decode() if isa >= 0 else ""
+    name = C.dc_isa_name(isa).decode()
+    return f"this build of deepc has no kernels for {name}, which this processor has" if isa >= 0 else ""
 
 
 LEFT_OUT_FIX = "build it here (make build), or with DEEPC_NATIVE=OFF for all processors; a wheel has all"

@@ -656,9 +656,8 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
     if engine._config.dump_state:
         say(engine, engine._config.explain())
     say(engine, engine.plan.describe())
-    if missing := cpu.left_out():
-        told = f"this build of deepc has no kernels for {missing}, which this processor has: {cpu.LEFT_OUT_FIX}"
-        say(engine, told, logging.WARNING)
+    if lacks := cpu.left_out():
+        say(engine, f"{lacks}: {cpu.LEFT_OUT_FIX}", logging.WARNING)
     tell_defaults(engine, given)
     if fused is not None:
         loss = "\n  outputs.logits is None while the model trains on labels" if fused.replaced["loss"] else ""

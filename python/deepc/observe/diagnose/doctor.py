@@ -118,7 +118,7 @@ def _isa() -> Check:
     current = ctypes.c_int(-1)
     if C.dc_isa_current(ctypes.byref(current)):
         return Check("instruction set", "fail", C.dc_last_error().decode(errors="replace"), "unset DEEPC_ISA")
-    best = max(i for i in range(16) if C.dc_isa_available(i))
+    best = max(i for i in range(16) if C.dc_isa_available(i))  # 0 for what is none
     name = C.dc_isa_name(current.value).decode()
     if current.value != best:
         return Check(
@@ -127,9 +127,8 @@ def _isa() -> Check:
             f"{name}, forced by DEEPC_ISA",
             f"unset DEEPC_ISA: this processor has {C.dc_isa_name(best).decode()}",
         )
-    if missing := cpu.left_out():
-        told = f"{name}: this build has no kernels for {missing}, which this processor has"
-        return Check("instruction set", "warn", told, cpu.LEFT_OUT_FIX)
+    if lacks := cpu.left_out():
+        return Check("instruction set", "warn", f"{name}: {lacks}", cpu.LEFT_OUT_FIX)
     return Check(
         "instruction set",
         "ok" if best else "warn",
