@@ -115,6 +115,7 @@ def _of_ranks() -> dict[str, str]:
 def become(fds: Sequence[int], env: dict[str, str]) -> None:
     """A forked process gets its standard streams and its environment."""
     gc.enable()  # see preloaded.py
+    gc.callbacks.clear()  # hypothesis's, of pytest's process: a Ctrl-C that met it would be lost
     for theirs, ours in zip(fds, (0, 1, 2)):
         os.dup2(theirs, ours)
     for fd in {*fds} - {0, 1, 2}:

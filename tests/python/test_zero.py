@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import time
 
 import pytest
 import tiny
@@ -177,6 +178,62 @@ def test_init_follows_whatever_constructors_do(world, nodes):
     want = model.state_dict()
     for state, their_draw in run_ranks(_odd, world, nodes):
         assert state.keys() == want.keys()
+        for n, t in state.items():
+            assert torch.equal(t, want[n]), n
+        assert their_draw == drawn
+
+
+class Redrawn(nn.Module):
+    """Initializers that read what they have written, and draw by it or keep it. wait: called before each."""
+
+    def __init__(self, wait) -> None:
+        super().__init__()
+        self.near = nn.Parameter(torch.full((40,), 9.0))  # what lies there before would all be redrawn
+        self.far = nn.Parameter(torch.full((40,), 9.0))
+        self.views = nn.Parameter(torch.full((6, 8), 9.0))
+        self.other = nn.Parameter(torch.full((6, 8), 9.0))
+        wait()
+        nn.init.trunc_normal_(self.near, std=1.0, a=-1.0, b=1.0)
+        wait()
+        nn.init.trunc_normal_(self.far, std=0.1, a=0.15, b=1.0)
+        wait()
+        self.views.data.normal_()
+        with torch.no_grad():
+            for _ in range(20):
+                outside = self.views.abs() > 1
+                self.views[outside] = torch.randn(int(outside.sum()))
+            self.views[0].zero_()
+            while self.views.view(-1)[8:24].sum().abs() < 1:
+                self.views.view(3, 16)[1].uniform_(-1, 1)
+            torch.mul(self.views, 2, out=self.views)
+        assert self.views.data.data_ptr() == self.views.detach().view(-1).data_ptr() == self.views.data_ptr()
+        self.register_buffer("norm", self.views.norm().detach())
+        wait()
+        nn.init.xavier_normal_(self.other)
+        with torch.no_grad():
+            torch._foreach_mul_([self.other, self.near], 1.0)  # of both: neither is this rank's to read any more
+            self.other.mul_(1.0)
+            self.other[:, 0].normal_()
+        self.register_buffer("running", torch.rand(3))
+
+
+def _redrawn(rank, world, nodes, late):
+    import deepc
+
+    with on_nodes(rank, world, nodes):
+        torch.manual_seed(5)
+        with deepc.zero.Init():
+            model = Redrawn(lambda: time.sleep(0.1 if (rank % 2 == 0) == late else 0.0))
+        return {n: t.detach().clone() for n, t in model.state_dict().items()}, float(torch.rand(1))
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["first_rank_late", "others_late"])
+@pytest.mark.parametrize("world, nodes", [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_initializers_that_read_what_they_wrote_draw_the_same_on_all_ranks(world, nodes, late):
+    torch.manual_seed(5)
+    want = Redrawn(lambda: None).state_dict()
+    drawn = float(torch.rand(1))
+    for state, their_draw in run_ranks(_redrawn, world, nodes, late):
         for n, t in state.items():
             assert torch.equal(t, want[n]), n
         assert their_draw == drawn

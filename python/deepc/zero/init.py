@@ -14,7 +14,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,57 @@ if TYPE_CHECKING:
 
 
 # ---- zero.Init -------------------------------------------------------------------------------------------------------
+class _Drawn(NamedTuple):
+    """What a rank that does not write the memory at `address` drew in its place: contiguous."""
+
+    address: int
+    values: torch.Tensor
+
+    def view(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The same view of `values` that `x` is of that memory; None of other tensors."""
+        if x.device.type != "cpu" or x.layout != torch.strided or x.dtype != self.values.dtype or not x.numel():
+            return None
+        at, end = _span(x)
+        if at < self.address or end > self.address + self.values.nbytes or x.is_conj() or x.is_neg():
+            return None
+        return self.values.as_strided(x.shape, x.stride(), (at - self.address) // x.itemsize)
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses from and to which `x` lies."""
+    at = x.data_ptr()
+    return at, at + (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize
+
+
+def _replaced(x: Any, drawn: _Drawn | None) -> Any:
+    """`x` with tensors over the memory of `drawn` replaced; itself if there are none."""
+    if drawn is None:
+        return x
+    if isinstance(x, torch.Tensor):
+        view = drawn.view(x)
+        return x if view is None else view
+    if type(x) not in (list, tuple, dict):
+        return x
+    old = list(x.values()) if isinstance(x, dict) else x
+    own = [_replaced(y, drawn) for y in old]
+    if all(a is b for a, b in zip(own, old, strict=True)):
+        return x
+    return dict(zip(x, own, strict=True)) if isinstance(x, dict) else type(x)(own)
+
+
+def _is_value(x: Any, drawn: _Drawn) -> bool:
+    """Whether `x` is numbers or tensors with memory of their own, not that of `drawn`."""
+    if isinstance(x, torch.Tensor):
+        strided = x.layout == torch.strided
+        return not strided or x.untyped_storage().data_ptr() != drawn.values.untyped_storage().data_ptr()
+    if isinstance(x, (list, tuple)):
+        return all(_is_value(y, drawn) for y in x)
+    return isinstance(x, (bool, int, float, complex))
+
+
 class _Arena:
     """Chunks of node-shared memory that parameters are built into. `seal` gives the chunks to their tensors: then one
-    goes when its last tensor does."""
+    goes when its last tensor does. drawn: what this rank, which does not write them, last drew for some."""
 
     CHUNK = 64 << 20
 
@@ -50,9 +98,11 @@ class _Arena:
         self._group = group
         self._chunks: list[list[Any]] = []  # [segment, bytes used]
         self._ranges: list[tuple[int, int]] = []
+        self.drawn: _Drawn | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of shared memory. Collective."""
+        self.drawn = None  # a rank holds one parameter, the one just being made
         nbytes = (numel * dtype.itemsize + 127) // 128 * 128
         fits = (c for c in self._chunks[-1:] if c[1] + nbytes <= c[0].nbytes)
         chunk = next(fits, None)
@@ -74,6 +124,15 @@ class _Arena:
         address = tensor.data_ptr()
         return any(lo <= address < hi for lo, hi in self._ranges)
 
+    def forget(self, written: Any) -> None:
+        """`written`, or what it lists, was written by the first rank alone: `drawn` stands for none of it any more."""
+        tensors = [written] if isinstance(written, torch.Tensor) else written
+        for x in tensors:
+            if self.drawn is not None and x.numel() and self.holds(x):
+                at, end = _span(x)
+                if at < self.drawn.address + self.drawn.values.nbytes and end > self.drawn.address:
+                    self.drawn = None
+
     def spread(self) -> None:
         """Rank 0's values of everything to all nodes; called on every rank. Chunks, not parameters: which of those
         still live is the garbage collector's choice, and may differ between ranks."""
@@ -82,7 +141,7 @@ class _Arena:
                 self._group.spread(segment.tensor(torch.uint8, 0, used))
 
     def seal(self) -> None:
-        self._chunks = []
+        self._chunks, self.drawn = [], None
 
 
 class Home:
@@ -280,7 +339,11 @@ _INPLACE = frozenset(
 class _OwnerWrites(torch.overrides.TorchFunctionMode):
     """On ranks other than the first of their node, in-place writes to parameters under construction (`init.normal_`,
     `p.data.copy_`, a parent's weight init) are left out: the memory is shared and the first one writes it. Random ones
-    draw into scratch, so that all ranks' generators stay equal."""
+    draw into scratch, so that all ranks' generators stay equal.
+
+    The last scratch stands for that memory until another comes or a parameter is registered: reads and further writes
+    go there. The first rank may not have written yet, or again, and an initializer may draw by what it reads (torch's
+    trunc_normal_ redraws what lies outside)."""
 
     def __init__(self, arena: _Arena) -> None:
         super().__init__()
@@ -302,15 +365,39 @@ class _OwnerWrites(torch.overrides.TorchFunctionMode):
         writes = name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _METADATA)
         target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
         if writes and self._held(target):
-            if name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
-                scratch = torch.empty_like(cast(torch.Tensor, target))
-                func(scratch, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensor"})
+            rest = args[1:], {k: v for k, v in kwargs.items() if k != "tensor"}
+            self._write(func, name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init", target, *rest)
             return target
+        drawn = self._arena.drawn
         if "out" in kwargs and self._held(out := kwargs["out"]):
-            scratch = torch.empty_like(out) if isinstance(out, torch.Tensor) else type(out)(map(torch.empty_like, out))
-            func(*args, **{**kwargs, "out": scratch})
+            own = _replaced(out, drawn)
+            if own is out:
+                self._arena.forget(out)
+                own = torch.empty_like(out) if isinstance(out, torch.Tensor) else type(out)(map(torch.empty_like, out))
+            func(*_replaced(args, drawn), **{**_replaced(kwargs, drawn), "out": own})
             return out
+        if drawn is not None and name not in _METADATA and name not in ("data_ptr", "__deepcopy__"):
+            own_args, own_kwargs = _replaced(args, drawn), _replaced(kwargs, drawn)
+            if own_args is not args or own_kwargs is not kwargs:
+                result = func(*own_args, **own_kwargs)
+                if _is_value(result, drawn):
+                    return result  # of others, views among them, whoever asks wants the parameter's
         return func(*args, **kwargs)
+
+    def _write(
+        self, func: Callable[..., Any], random: bool, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        drawn = self._arena.drawn
+        if isinstance(target, torch.Tensor) and (own := _replaced(target, drawn)) is not target:
+            func(own, *_replaced(args, drawn), **_replaced(kwargs, drawn))
+        elif random:
+            self._arena.drawn = drawn = None  # its memory goes first
+            scratch = torch.empty_like(target)
+            func(scratch, *args, **kwargs)
+            if target.is_contiguous():
+                self._arena.drawn = _Drawn(target.data_ptr(), scratch.detach())
+        else:
+            self._arena.forget(target)
 
 
 class Init:
