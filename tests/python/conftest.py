@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 
+import leftovers
 import pytest
 
 # A launcher around pytest must not look like one around the tests.
@@ -39,7 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_left() -> Iterator[None]:
+    """In the full class: a test leaves the process as it was, for those that come after it in any order."""
+    if not os.environ.get("RANKS_EXECUTE"):
+        yield
+        return
+    before = leftovers.state()
+    yield
+    assert not (left := leftovers.changed(before, leftovers.state())), f"the test has changed {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(request: pytest.FixtureRequest, _nothing_is_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that are not of the GPU class run on the CPU, also where there is a GPU (initialize would take it)."""
     if request.node.get_closest_marker("gpu") is None:
         import torch

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import pytest
 
 LIMIT_S = 300.0  # of a hang; a busy machine must not look like one
@@ -264,6 +265,8 @@ def run_ranks(
             "nodes": nodes,
         }
         Path(folder, "job").write_bytes(pickle.dumps(job))
+        if fresh:
+            Path(folder, "last").touch()
         codes: list[int | None] = [None] * world
         try:
             for rank in range(world):
@@ -416,7 +419,8 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     env = dict(os.environ)
     for line in sys.stdin:
         rank, folder = line.rstrip("\n").split(" ", 1)
-        code = 0
+        code, goes_on = 0, EXECUTES and not Path(folder, "last").exists()
+        before = leftovers.state() if goes_on else {}
         try:
             run(int(rank), folder)
         except BaseException:
@@ -424,6 +428,9 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
             code = 1
         _changes.undo()
         _restore(env)
+        if goes_on and code == 0 and (left := leftovers.changed(before, leftovers.state())):
+            print(f"the job has changed {', '.join(left)}: see for_this_job", file=sys.stderr)
+            code = 1
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(result_fd, bytes([code or _after()]))

@@ -357,6 +357,25 @@ def test_a_slow_reader_does_not_lose_output(talk, tmp_path):
     assert total == 6 << 20 and talk.next("ended")[0]["failures"] == []
 
 
+def test_a_reader_that_pauses_does_not_lose_the_end(talk, tmp_path):
+    talk.start(tmp_path, "import sys; sys.stdout.write('x' * (1 << 20)); sys.exit('the reason')")
+    time.sleep(5.0)  # the program has ended: its output waits in the agent, and in pipes
+    total, said = 0, b""
+    while total < 1 << 20 or not said:
+        frame, data = talk.next("out")
+        total, said = total + len(data) * (frame["fd"] == 1), said + data * (frame["fd"] == 2)
+    assert total == 1 << 20 and said == b"the reason\n" and talk.next("ended")[0]["failures"][0]["exit"] == 1
+
+
+def test_an_agent_whose_launcher_is_gone_does_not_wait_for_it_to_read(talk, tmp_path):
+    talk.start(tmp_path, "import sys; sys.stdout.write('x' * (1 << 20))")
+    talk.next("out")
+    talk.process.stdin.close()
+    began = time.monotonic()
+    assert talk.process.wait(60) == 0 and time.monotonic() - began < 30
+    talk.process.stdin = None
+
+
 # ---- hosts behind a fake ssh -----------------------------------------------------------------------------------------
 FAKE = """#!{python} -IS
 # Hosts named h1, h2, ... are this machine. Everything else fails as ssh would.
@@ -417,7 +436,7 @@ def test_two_hosts_through_ssh(tmp_path, fake_ssh):
             and argv[argv.index("-p") :][:2] == ["-p", "2222"]
             and "BatchMode=yes" in argv
         )
-    assert run.wait_gone(5) == set()
+    assert run.wait_gone(20) == set()
 
 
 def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fake_ssh):
@@ -427,7 +446,7 @@ def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fak
     assert code == 2 and "2 of 3 hosts could not be reached; nothing was started" in err and "Traceback" not in err
     assert "unknown: ssh: Could not resolve hostname" in err and "correct the name in the hostfile" in err
     assert "silent: connection timed out" in err and not (tmp_path / "shown0").exists()
-    assert run.wait_gone(5) == set()
+    assert run.wait_gone(20) == set()
 
 
 FAIL = """
@@ -460,7 +479,7 @@ def test_a_rank_that_fails_on_one_host_ends_all(tmp_path, fake_ssh, how, code, t
             report.rstrip().splitlines()[-2] == "ValueError: boom on host 2"
             and "[h2:1] ValueError: boom on host 2" in err
         )
-    assert run.wait_gone(5) == set()
+    assert run.wait_gone(20) == set()
 
 
 @pytest.mark.parametrize("victim", ["launcher", pytest.param("ssh", marks=pytest.mark.full), "agent"])
@@ -490,7 +509,7 @@ def test_interrupting_the_launcher_ends_all_hosts(tmp_path, fake_ssh):
     wait_for([tmp_path / "ready0", tmp_path / "ready1"], run)
     run.process.send_signal(signal.SIGINT)
     code, _, err = run.finish()
-    assert code == 130 and "stopped by SIGINT" in err and run.wait_gone(5) == set()
+    assert code == 130 and "stopped by SIGINT" in err and run.wait_gone(20) == set()
 
 
 def test_each_rank_log(tmp_path):
@@ -640,7 +659,7 @@ def test_ranks_of_two_real_hosts_meet(tmp_path, request, options):
     assert {g["MASTER_ADDR"] for g in shown(tmp_path, 2)} == {"10.77.0.1"} and shown(tmp_path, 2)[1][
         "GLOO_SOCKET_IFNAME"
     ] == "eth0"
-    assert run.wait_gone(10) == set()
+    assert run.wait_gone(20) == set()
 
 
 @pytest.mark.full
@@ -671,7 +690,7 @@ def test_a_failure_on_a_real_host(tmp_path, request):
         and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2"
         and "on 10.77.0.2) raised ValueError" in err
     )
-    assert run.wait_gone(10) == set()
+    assert run.wait_gone(20) == set()
 
 
 def connections(run: Run) -> list[int]:
@@ -798,7 +817,7 @@ def test_a_rank_under_srun_reports_its_traceback_to_the_launcher(tmp_path, progr
     assert exit_code == 1 and "I am 0 of 1" in out and "'--local_rank=0', 'x']" in out
     report = err[err.rindex("deepc run: rank 0") :]
     assert "raised KeyError" in report and report.rstrip().splitlines()[-2] == "KeyError: 'under srun'"
-    assert run.wait_gone(5) == set()
+    assert run.wait_gone(20) == set()
 
 
 def _mpirun(*candidates: str) -> str:
@@ -825,7 +844,7 @@ def test_real_mpirun_through_deepc_run(tmp_path, launcher, program):
         ("0", "2", "127.0.0.1"),
         ("1", "2", "127.0.0.1"),
     ]
-    assert run.wait_gone(5) == set()
+    assert run.wait_gone(20) == set()
 
 
 @pytest.mark.full

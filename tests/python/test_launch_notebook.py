@@ -135,7 +135,7 @@ def test_cells_reach_the_ranks(tmp_path):
     code, out, err = notebook.finish()
     assert code == 0, err
     assert "all is well" in out and {"[0] done with 2.0", "[1] done with 2.0"} <= set(out.splitlines())
-    assert notebook.wait_gone(5) == set()
+    assert notebook.wait_gone(20) == set()
 
 
 @pytest.mark.full
@@ -164,7 +164,7 @@ def test_errors_come_back_with_their_place(tmp_path):
     notebook = Notebook(tmp_path, SETUP, ERROR, cells, use)
     code, out, err = notebook.finish()
     assert code == 0 and "all is well" in out, err
-    assert notebook.wait_gone(5) == set()
+    assert notebook.wait_gone(20) == set()
 
 
 @pytest.mark.full
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
     notebook.process.send_signal(signal.SIGINT)
     code, out, err = notebook.finish()
     assert code == 0 and "interrupted None" in out, err
-    assert notebook.wait_gone(5) == set()
+    assert notebook.wait_gone(20) == set()
 
 
 @pytest.mark.full

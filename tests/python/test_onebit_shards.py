@@ -232,10 +232,15 @@ def _told(rank, world, *args):
         def emit(self, record):
             said.append(record.getMessage())
 
-    logger = logging.getLogger("deepc")
-    logger.addHandler(Kept())
+    logger, kept = logging.getLogger("deepc"), Kept()
+    level = logger.level
+    logger.addHandler(kept)
     logger.setLevel(logging.INFO)
-    return (*_saved(rank, world, *args), [t for t in said if "in other pieces" in t])
+    try:
+        return (*_saved(rank, world, *args), [t for t in said if "in other pieces" in t])
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=full)])

@@ -562,6 +562,15 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="recomputes already"):
             deepc.initialize(model=model, config=config("1GB"))
 
+    @pytest.mark.parametrize("how", ["plain", "reentrant"])
+    def test_a_model_that_calls_a_checkpoint_around_its_blocks(self, how):
+        import deepc
+
+        engine = deepc.initialize(model=tiny.make_model(recompute=how), config=config("1GB"))[0]
+        with pytest.raises(ConfigError, match="recomputes its Block already, by a checkpoint around it; leave torch"):
+            engine.backward(engine(*tiny.make_batch(0, 4)))
+        engine.destroy()
+
     def test_a_model_without_blocks(self):
         import deepc
 

@@ -49,6 +49,7 @@ class Engine(EngineBase):
         """given: the fields of assembly.Given. Collective."""
         super().__init__()
         self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
+        self.hooks.passed = self._pass_is_whole
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
@@ -121,7 +122,7 @@ class Engine(EngineBase):
         """A pass of the hooks around it. Where parameters or activations lie on disk: if the disk of some rank breaks
         it off, the pass comes to its end, and the error is the same on all ranks."""
         boundary = self.is_gradient_accumulation_boundary()
-        if not (self.plan.parameters_on or self.activations.on_disk or self.recomputation.on_disk):
+        if not self._disk_in_passes:
             self.hooks.run(backward, boundary, self.loss_scale)
             return
         mine: DiskError | None = None
@@ -135,6 +136,16 @@ class Engine(EngineBase):
             if self._passes_together:
                 raise
         self._tell_broken_pass(mine)
+
+    @property
+    def _disk_in_passes(self) -> bool:
+        return bool(self.plan.parameters_on or self.activations.on_disk or self.recomputation.on_disk)
+
+    def _pass_is_whole(self) -> None:
+        """After a pass that `backward` did not make (hooks.py): the disk of another rank may have broken off its own.
+        Collective where there is a disk."""
+        if self._disk_in_passes:
+            self._tell_broken_pass(None)
 
     def _tell_broken_pass(self, mine: DiskError | None) -> None:
         """If the disk of some rank broke off a pass that is at its end: the same error on all. Collective."""

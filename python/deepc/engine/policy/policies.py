@@ -285,13 +285,11 @@ class DeterministicLayout(Plain):
             order.owed += 1  # a step without any backward is a mistake of the script
             return
         self._pay_passes()
-        hooks.begin_pass(self._engine.is_gradient_accumulation_boundary())
-        hooks.end_pass()
+        hooks.empty_pass(self._engine.is_gradient_accumulation_boundary())
 
     def _pay_passes(self) -> None:
         for _ in range(self._order.owed):
-            self._engine.hooks.begin_pass(False)
-            self._engine.hooks.end_pass()
+            self._engine.hooks.empty_pass(False)
         self._order.owed = 0
 
     def complete(self) -> None:

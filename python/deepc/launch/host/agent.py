@@ -24,12 +24,14 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
 _POLL_S = 0.1
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL where nobody says otherwise
-_DRAIN_S = 2.0  # for what is still in the pipes when all processes have ended
+_DRAIN_S = 2.0  # for what is still in the pipes when all processes have ended, since something last came
+_SLOW_S = 60.0  # for a launcher that does not read, since it last did
 
 
 def _sibling(name: str) -> ModuleType:
@@ -162,16 +164,18 @@ class Agent:
         self.heard = time.monotonic()
         for head, _ in self.decoder.feed(data):
             kind = head["t"]
-            if kind == "store":
+            if kind == "pause":
+                self.lost_after = None
+            elif kind == "resume":
+                self.lost_after = head["lost_after_s"]
+            elif self.over:
+                continue  # nothing begins any more, and all has ended
+            elif kind == "store":
                 self.open_store(head)
             elif kind == "start":
                 self.start(head)
             elif kind == "stop":
                 self.stop(head["grace_s"])
-            elif kind == "pause":
-                self.lost_after = None
-            elif kind == "resume":
-                self.lost_after = head["lost_after_s"]
 
     def error(self, text: str) -> None:
         self.out.send("error", text=text)
@@ -312,7 +316,7 @@ class Agent:
         self._keep_sending()
         self.collect()
         now = time.monotonic()
-        if self.out.broken or (self.lost_after is not None and now - self.heard > self.lost_after):
+        if self.out.broken or self._silent():
             self.abandon()
         if self.terminated and self.kill_at is None:
             self.stop(_GRACE_S)
@@ -338,20 +342,31 @@ class Agent:
         self.store = None
         reaper.kill_descendants()
         self.collect()
-        end = time.monotonic() + _DRAIN_S
-        while self._open_pipes() and time.monotonic() < end and not self.out.broken:
+        self._drain(self._open_pipes)
+        now = time.time()
+        self.out.send("ended", failures=[r.failure(now) for r in self.ranks if r.exit != 0])
+        self._drain(lambda: self.out.waiting > 0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _drain(self, wanted: Callable[[], bool]) -> None:
+        """While `wanted()`: what was printed goes to the launcher, as long as that is there and goes on reading."""
+        since, seen = time.monotonic(), -1
+        while wanted() and not self.out.broken:
+            if self.out.told != seen:
+                since, seen = time.monotonic(), self.out.told
+            patience = _SLOW_S if self.out.waiting and not self.terminated else _DRAIN_S
+            if time.monotonic() - since > patience or self._silent():
+                return
             for key, _ in self.selector.select(0.05):
                 if key.data == "control":
-                    self.selector.unregister(self.fd_in)
+                    self.control()
                 elif key.data != "writable" and self.out.waiting < self.out.FULL:
                     self.forward(key.fileobj, *key.data)
             self._keep_sending()
-        now = time.time()
-        self.out.send("ended", failures=[r.failure(now) for r in self.ranks if r.exit != 0])
-        while self.out.waiting and not self.out.broken and time.monotonic() < end + _DRAIN_S:
-            time.sleep(0.01)
-            self.out.flush()
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _silent(self) -> bool:
+        """Whether the launcher has not been heard of for as long as it said."""
+        return self.lost_after is not None and time.monotonic() - self.heard > self.lost_after
 
     def _open_pipes(self) -> bool:
         return any(isinstance(key.data, tuple) for key in self.selector.get_map().values())

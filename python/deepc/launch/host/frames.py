@@ -85,12 +85,13 @@ class Decoder:
 
 
 class Sender:
-    """Writes frames to a non-blocking descriptor: what does not fit now waits. broken: nobody reads any more."""
+    """Writes frames to a non-blocking descriptor: what does not fit now waits. told: bytes written; broken: nobody
+    reads any more."""
 
     FULL = 1 << 20  # who has this much waiting should not produce more
 
     def __init__(self, fd: int) -> None:
-        self.fd, self.broken = fd, False
+        self.fd, self.told, self.broken = fd, 0, False
         self._waiting = bytearray()
         os.set_blocking(fd, False)
 
@@ -105,7 +106,9 @@ class Sender:
     def flush(self) -> None:
         while self._waiting and not self.broken:
             try:
-                del self._waiting[: os.write(self.fd, self._waiting)]
+                written = os.write(self.fd, self._waiting)
+                del self._waiting[:written]
+                self.told += written
             except BlockingIOError:
                 return
             except OSError:

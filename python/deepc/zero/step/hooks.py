@@ -73,6 +73,7 @@ class GradientHooks:
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
         self._one_gradient = one_gradient
+        self.passed: Callable[[], None] = lambda: None  # called after a pass that nobody runs (`run`); collective
         self.boundary = True  # the pass now open is the last of its step: make the norm
         self._handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
 
@@ -123,6 +124,7 @@ class GradientHooks:
         self._queued = False
         if self.open:
             self.end_pass()
+            self.passed()
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(p: torch.Tensor) -> None:
@@ -206,6 +208,13 @@ class GradientHooks:
         self._added.clear()
         self.accumulated = True
         self.norm_ready = self.boundary
+
+    def empty_pass(self, boundary: bool) -> None:
+        """The pass of a micro-batch that has made none: without a loss on this rank, or with no_sync around all of its
+        backwards. Collective."""
+        self.begin_pass(boundary)
+        self.end_pass()
+        self.passed()
 
     def flush(self) -> None:
         """One more pass, for the gradients that some rank has left (collective)."""

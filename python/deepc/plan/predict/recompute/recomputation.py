@@ -75,11 +75,8 @@ class Recomputation:
         """Raises for what can't be recomputed."""
         for name, m in self._module.named_modules():
             if getattr(m, "gradient_checkpointing", False) and hand_of(m) is None:
-                raise ConfigError(
-                    f"{KEY} chooses what is recomputed, but {name or 'the model'} recomputes already; leave"
-                    " gradient_checkpointing_enable() (gradient_checkpointing of TrainingArguments) out, or remove the"
-                    " key"
-                )
+                how = "gradient_checkpointing_enable() (gradient_checkpointing of TrainingArguments)"
+                raise _twice(f"{name or 'the model'} recomputes already", how)
 
     def clock(self, args: tuple[Any, ...]) -> float:
         """Seconds, when what was asked for with `args` has been computed."""
@@ -237,7 +234,13 @@ class Recomputation:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A block's forward, in a forward of the engine."""
         now = self._now
-        if now is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return function(*args)
+        if (now is None and private.graph_task_id() != -1) or (now is not None and _inside_a_checkpoint()):
+            kind = type(next(iter(_modules_of(function)), self._module)).__name__
+            how = "torch.utils.checkpoint, or deepspeed.checkpointing,"
+            raise _twice(f"the model recomputes its {kind} already, by a checkpoint around it", how)
+        if now is None:
             return function(*args)
         k, self._count = self._count, self._count + 1
         if isinstance(now, Choice):
@@ -245,6 +248,16 @@ class Recomputation:
                 return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
             return _checkpoint(function, function, args)
         return _checkpoint(function, functools.partial(now.call, k, function), args)
+
+
+def _twice(found: str, how: str) -> ConfigError:
+    return ConfigError(f"{KEY} chooses what is recomputed, but {found}; leave {how} out, or remove the key")
+
+
+def _inside_a_checkpoint() -> bool:
+    """Whether what is saved now goes to a checkpoint of torch's that does not re-enter."""
+    around = private.top_saved_hooks(False)
+    return bool(around) and getattr(around[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class _Plan(NamedTuple):
