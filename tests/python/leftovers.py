@@ -19,19 +19,26 @@ _OF_TORCH = (
     "torch.nn.init",
     "torch.utils.checkpoint",
 )
+_VARIABLES = (
+    "DEEPC_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "OMP_",
+)  # libraries set others when they are imported
 _SETTINGS = ("get_default_dtype", "get_num_threads", "is_grad_enabled", "are_deterministic_algorithms_enabled")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, property, staticmethod, classmethod, type)
 _BY_ITSELF = (
     ".step",  # of an optimizer's class: torch wraps it when the first object is made
-    "torch.manual_seed",  # by torch's compiler, and the next
-    "$TORCHINDUCTOR_CACHE_DIR",
+    "torch.manual_seed",  # by torch's compiler
     "deepc.compat.hf._is_installed",  # lasts; a rank that has the name `deepspeed` is not used again (ranks.py)
 )
 
 
 def state() -> dict[str, Any]:
     """By name. Values are compared, functions are the same objects or not."""
-    found: dict[str, Any] = {f"${k}": v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    found: dict[str, Any] = {f"${k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     found["the working folder"] = os.getcwd()
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
         found[f"the handler of {sig.name}"] = signal.getsignal(sig)
