@@ -361,7 +361,7 @@ def test_a_reader_that_pauses_does_not_lose_the_end(talk, tmp_path):
     talk.start(tmp_path, "import sys; sys.stdout.write('x' * (1 << 20)); sys.exit('the reason')")
     time.sleep(5.0)  # the program has ended: its output waits in the agent, and in pipes
     total, said = 0, b""
-    while total < 1 << 20 or not said:
+    while total < 1 << 20 or not said.endswith(b"\n"):
         frame, data = talk.next("out")
         total, said = total + len(data) * (frame["fd"] == 1), said + data * (frame["fd"] == 2)
     assert total == 1 << 20 and said == b"the reason\n" and talk.next("ended")[0]["failures"][0]["exit"] == 1
