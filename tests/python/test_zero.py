@@ -239,6 +239,25 @@ def test_initializers_that_read_what_they_wrote_draw_the_same_on_all_ranks(world
         assert their_draw == drawn
 
 
+def _replaced(rank, world, nodes):
+    import deepc
+
+    with on_nodes(rank, world, nodes), deepc.zero.Init():
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+        for at in range(world):
+            if rank == at:  # as a script that loads on rank 0 what the others are to get
+                model[at % 3].weight.data = torch.full((3, 3), 1.0 + at)
+        if rank == 1:
+            model[0].bias.data = torch.zeros(5)
+    return [m.weight.flatten().tolist() for m in model]
+
+
+@pytest.mark.parametrize("world, nodes", [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_memory_that_one_rank_has_replaced_holds_the_first_ranks_values(world, nodes):
+    found = run_ranks(_replaced, world, nodes)
+    assert found[0][0] == [1.0] * 9 and all(f == found[0] for f in found)
+
+
 def _arguments(rank, world):
     import deepc
     import torch.distributed as dist

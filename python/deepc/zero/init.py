@@ -178,8 +178,18 @@ class Home:
         number(p)
 
     def _moved(self, arena: _Arena) -> list[torch.nn.Parameter]:
-        """Parameters whose memory was replaced since (`p.data = ...` in a constructor)."""
-        return [p for r in self.taken if (p := r()) is not None and p.numel() and not p.is_meta and not arena.holds(p)]
+        """Parameters whose memory was replaced since (`p.data = ...` in a constructor) on some rank, on all of which
+        they live and have one size. Collective: they were taken in the same order everywhere."""
+        living = [r() for r in self.taken]
+        mine = [0 if p is None else 2 * p.nbytes + 2 + self._is_moved(p, arena) for p in living]
+        ranks = self.group.gather_all(torch.tensor(mine))
+        alike = (ranks > 0).all(0) & (ranks // 2 == ranks[0] // 2).all(0)
+        found = alike & (ranks % 2).any(0)
+        return [p for p, is_found in zip(living, found.tolist(), strict=True) if is_found and p is not None]
+
+    @staticmethod
+    def _is_moved(p: torch.nn.Parameter, arena: _Arena) -> bool:
+        return bool(p.numel()) and not p.is_meta and not arena.holds(p)
 
     def finish(self) -> None:
         """The end of the context. Collective."""
@@ -195,23 +205,11 @@ class Home:
         self.taken = []
 
     def _finish_arena(self, arena: _Arena) -> None:
-        moved = self._moved(arena)
+        moved = [r for r in self.taken if (p := r()) is not None and self._is_moved(p, arena)]
         if any(self.group.gather_all(torch.tensor([len(moved)])).view(-1).tolist()):
             gc.collect()  # what is garbage on one rank and not yet on another must not count
-            moved = self._moved(arena)
-            if (
-                len(
-                    {
-                        *map(
-                            tuple,
-                            self.group.gather_all(torch.tensor([len(moved), sum(p.numel() for p in moved)])).tolist(),
-                        )
-                    }
-                )
-                == 1
-            ):
-                for p in moved:
-                    self.take(p, p.dtype)
+            for p in self._moved(arena):
+                self.take(p, p.dtype)
         self.group.node_barrier()
         if self.group.leader:
             arena.spread()
