@@ -67,12 +67,13 @@ def main() -> None:
 
     step()
     plans = engine.recomputation._plans
-    (shapes, (calls, outside, _)), whole = next(iter(plans.items())), engine.recomputation.stats()["whole_bytes"]
+    (shapes, plan), whole = next(iter(plans.items())), engine.recomputation.stats()["whole_bytes"]
+    calls, outside = plan.forward
     least = recompute.least(calls, outside)
 
     def use(way: tuple[bool, ...]) -> None:
         found = recompute.Choice(way, recompute.peak(calls, outside, way), 0.0)
-        plans[shapes] = (calls, outside, found)
+        plans[shapes] = plan._replace(choice=found)
 
     ways = list(itertools.product([False, True], repeat=len(calls)))
     times: dict[tuple[bool, ...], list[float]] = {w: [] for w in ways}

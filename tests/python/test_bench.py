@@ -47,6 +47,15 @@ def test_optimizer_benches_run(bench: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_bench_of_recomputation_runs(model: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: recompute.py has no model")
+    sizes = ("--layers", "2", "--width", "128", "--tokens", "16", "--batch", "1", "--rounds", "1", "--budgets", "2")
+    rows = rows_of("recompute.py", "--model", model, *sizes)
+    assert [r["recomputed"] for r in rows[-2:]] == [2, 0]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_training_bench_runs(precision: str) -> None:
     pytest.importorskip("transformers")
