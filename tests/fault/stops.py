@@ -9,6 +9,7 @@ Each is stopped for up to SECONDS (0.25), a few at a time. Its exit code is the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -17,9 +18,8 @@ import sys
 import threading
 import time
 
-MARK = (
-    "STOPS_OF"  # a variable: what the command starts has it, and whatever that starts, also where its parent has gone
-)
+# A variable: what the command starts has it, and whatever that starts, also where its parent has gone.
+MARK = "STOPS_OF"
 
 
 def marked(mark: bytes) -> list[int]:
@@ -37,16 +37,10 @@ def marked(mark: bytes) -> list[int]:
 
 
 def stop(pid: int, seconds: float) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
-    except ProcessLookupError:
-        return
-    finally:
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            pass
+        os.kill(pid, signal.SIGCONT)
 
 
 def main() -> int:
@@ -56,10 +50,11 @@ def main() -> int:
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     draw = random.Random(args.seed)
-    mark = f"{MARK}={os.getpid()}"
-    command = subprocess.Popen(args.command, env=dict(os.environ, **dict([mark.split("=")])))
+    own = str(os.getpid())
+    mark = f"{MARK}={own}".encode()
+    command = subprocess.Popen(args.command, env={**os.environ, MARK: own})
     while command.poll() is None:
-        alive = [pid for pid in marked(mark.encode()) if pid != command.pid]
+        alive = [pid for pid in marked(mark) if pid != command.pid]
         for _ in range(min(6, len(alive))):
             seconds = args.most * draw.random() ** 2  # short ones mostly
             threading.Thread(target=stop, args=(draw.choice(alive), seconds)).start()

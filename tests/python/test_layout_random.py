@@ -197,7 +197,7 @@ def _digest(engine, said: list, ema) -> tuple:
     for name, p in engine.module.named_parameters():
         if id(p) not in trained:
             continue
-        mine = [engine.full_fp32_param(p).contiguous()]
+        mine = [engine.full_fp32_param(p)]
         mine += [engine.full_optimizer_state(p, s) for s in (engine.optimizer.states if engine.optimizer.core else ())]
         mine += [averages[name]] if ema else []
         parts[name] = [hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()[:8] for t in mine]

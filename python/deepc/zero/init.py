@@ -205,8 +205,8 @@ class Home:
         self.taken = []
 
     def _finish_arena(self, arena: _Arena) -> None:
-        moved = [r for r in self.taken if (p := r()) is not None and self._is_moved(p, arena)]
-        if any(self.group.gather_all(torch.tensor([len(moved)])).view(-1).tolist()):
+        moved = any(self._is_moved(p, arena) for r in self.taken if (p := r()) is not None)
+        if self.group.gather_all(torch.tensor([int(moved)])).any():
             gc.collect()  # what is garbage on one rank and not yet on another must not count
             for p in self._moved(arena):
                 self.take(p, p.dtype)
