@@ -65,10 +65,10 @@ def drawn(seed: int) -> dict:
     return case
 
 
-def layout_of(d: random.Random, stages=(0, 1, 2, 3)) -> dict:
+def layout_of(d: random.Random) -> dict:
     """How it is carried out."""
     world = d.choice([1, 2, 2, 4])
-    stage = d.choice(stages)
+    stage = d.choice((0, 1, 2, 3))
     zero: dict = {"stage": stage}
     if stage and d.random() < 0.4:
         zero["offload_optimizer"] = {"device": d.choice(["cpu", "nvme", "nvme"])}
@@ -88,7 +88,7 @@ def layout_of(d: random.Random, stages=(0, 1, 2, 3)) -> dict:
         "bucket": d.choice([1024, 8192, 1 << 20]),
         "recompute": d.choice([None, None, "plain"]) if activations != "budget" else None,
         "activations": activations,
-        "looks": [d.choice(["nothing", "eval", "state_dict", "grads", "park", "draw", "view"]) for _ in range(STEPS)],
+        "looks": [d.choice(["nothing", "eval", "state_dict", "masters", "park", "draw", "view"]) for _ in range(STEPS)],
     }
 
 
@@ -173,7 +173,7 @@ def _look(engine, what: str, step: int, rank: int) -> None:
         engine.train()
     elif what == "state_dict":
         engine.module_state_dict()
-    elif what == "grads":
+    elif what == "masters":
         for p in engine.module.parameters():
             if p.requires_grad:
                 engine.full_fp32_param(p)
