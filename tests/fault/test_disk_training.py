@@ -64,6 +64,12 @@ TRAININGS = {
     "int8 states": ("bf16", ("states",), {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}, {}),
     "Lamb": ("fp32", ("states",), {"type": "Lamb", "params": {"lr": 1e-2}}, {}),
     "Muon": ("bf16", ("states",), {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32"}}, {}),
+    "Muon int8": (
+        "bf16",
+        ("states",),
+        {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32", "state_dtype": "int8"}},
+        {},
+    ),
     "Adafactor": ("bf16", ("states",), {"type": "Adafactor", "params": {"lr": 1e-2}}, {}),
     "Lamb int8, all": (
         "fp32",
@@ -504,6 +510,7 @@ def cases_of(cases):
             pytest.param(*row, marks=pytest.mark.full)
             for row in (
                 ("Muon", "uring", 2, "nvme", 90),
+                ("Muon int8", "uring", 2, "nvme", 90),
                 ("Adafactor", "uring", 2, "nvme", 90),
                 ("Lamb, all", "uring", 2, "nvme", 90),
                 ("Lamb int8, all", "uring", 2, "nvme", 90),

@@ -208,6 +208,17 @@ def test_states_and_parameters_off_the_device(place, precision, tmp_path):
     close(got, want)
 
 
+@pytest.mark.parametrize("kind, form", FORMED)
+@pytest.mark.parametrize("place", list(PLACES))
+def test_states_in_a_format_off_the_device(place, kind, form, tmp_path):
+    cfg = {"optimizer": formed(kind, form)}
+    want = train(tiny.config(3, micro=8, precision="bf16", **cfg))
+    want[2].destroy()
+    got = train(away(place, tmp_path, cfg=cfg))
+    got[2].destroy()
+    close(got, want, 3e-2)  # random bits are those of an element's place
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_states_on_disk_at_stages_1_and_2(stage, tmp_path):
     want = train(tiny.config(stage, micro=8, precision="bf16"))

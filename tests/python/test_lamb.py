@@ -13,7 +13,7 @@ import torch
 from deepc.config import Config
 from deepc.core import lib
 from deepc.errors import ArgumentError, ConfigError, DiskFullError, UnsupportedError
-from deepc.optim.factory import check_format
+from formats_on_tiers import train_on_tiers
 from ranks import run_ranks
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -133,7 +133,6 @@ def test_what_is_refused():
     meta.grad = torch.zeros_like(meta)
     with pytest.raises(UnsupportedError, match="kernels for CPU and CUDA, and a parameter is on meta"):
         deepc.optim.Lamb([meta]).step()
-    check_format(deepc.optim.Lamb(p), "cuda", False)
 
 
 def test_cuda_kernels_that_are_not_there(tmp_path, monkeypatch):
@@ -246,6 +245,20 @@ def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
 
 
 # ---- states on disk --------------------------------------------------------------------------------------------------
+def _on_tiers(rank, world, folder, form, precision):
+    def config(zero):
+        return _config(zero["stage"], world, precision, zero_optimization=zero) | _formed(form)
+
+    return train_on_tiers(rank, world, config, form, folder)
+
+
+@pytest.mark.parametrize(
+    "form, precision", [("int4", "bf16"), *(pytest.param(f, "fp32", marks=pytest.mark.full) for f in ("bf16", "int8"))]
+)
+def test_formats_on_disk_have_the_bits_of_memory(tmp_path, form, precision):
+    assert all(run_ranks(_on_tiers, 2, args=(str(tmp_path), form, precision)))
+
+
 def _step(engine, step, rank, world):
     x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
     engine.backward(engine(x, y))

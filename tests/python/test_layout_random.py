@@ -240,7 +240,8 @@ def _work(rank, world, case, layout, folder, first, last):
                 result = engine.step()
             if ema:
                 ema.update()
-            said.append((step, result.reason or "", engine.get_global_grad_norm(), engine.loss_scale))
+            norm = None if result.reason else engine.get_global_grad_norm()  # skipped: the last one, if there was one
+            said.append((step, result.reason or "", norm, engine.loss_scale))
             _look(engine, layout["looks"][step], step, rank)
         if last < STEPS:
             engine.save_checkpoint(folder)

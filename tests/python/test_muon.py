@@ -12,6 +12,7 @@ import torch
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.optim.kinds.muon import choose_by_name, orthogonalize
 from deepc.zero.step.across.matrices import rounds_of
+from formats_on_tiers import train_on_tiers
 from ranks import run_ranks
 
 SHAPES = [(16, 40), (40, 16), (24, 24)]
@@ -237,12 +238,7 @@ def test_states_in_a_format_come_back_from_state_dict(form):
     _step(exact, plain, 5)
 
 
-def test_formats_of_muon_that_do_not_exist(tmp_path):
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    with pytest.raises(UnsupportedError, match='Muon with optimizer.params.state_dtype "int8" and offload to nvme'):
-        deepc.initialize(
-            model=tiny.make_model(), config=_config(2, 1, form="int8", zero_optimization={"offload_optimizer": nvme})
-        )
+def test_formats_of_muon_that_do_not_exist():
     p = torch.nn.Parameter(torch.zeros(4, 6).T)
     with pytest.raises(UnsupportedError, match="state_dtype='int4' does not exist: .*Use 'int8'"):
         deepc.optim.Muon([p], state_dtype="int4")
@@ -335,6 +331,24 @@ def _resume(rank, world, folder, form):
 @pytest.mark.parametrize("form", [None, "bf16", "int8"])
 def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
     assert all(run_ranks(_resume, 2, args=(str(tmp_path), form)))
+
+
+def _on_tiers(rank, world, folder, form, precision):
+    def config(zero):
+        return _config(zero["stage"], world, precision, form, zero_optimization=zero)
+
+    return train_on_tiers(rank, world, config, form, folder)
+
+
+@pytest.mark.parametrize(
+    "world, form, precision",
+    [
+        (2, "int8", "bf16"),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in ((2, "bf16", "fp32"), (1, "int8", "fp32"))),
+    ],
+)
+def test_formats_on_disk_have_the_bits_of_memory(tmp_path, world, form, precision):
+    assert all(run_ranks(_on_tiers, world, args=(str(tmp_path), form, precision)))
 
 
 def test_matrices_are_dealt_by_their_cost():

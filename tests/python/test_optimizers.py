@@ -13,6 +13,7 @@ import tiny
 import torch
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, UnsupportedError
+from formats_on_tiers import train_on_tiers
 from ranks import run_ranks
 
 SHAPES = [(33,), (7, 11), (1,), (65, 17)]
@@ -680,46 +681,11 @@ def _resume_formed(rank, world, folder):
     return True
 
 
-def _disk_formed(rank, world, folder, kind, form, precision):
-    """States in memory, on disk, on disk beside parameters; with a checkpoint of the first in the others."""
-    tiers = {
-        "memory": {"stage": 2},
-        "disk": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 5000},
-        "all": {
-            "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": folder},
-            "offload_param": {"device": "nvme", "nvme_path": folder},
-            "sub_group_size": 5000,
-        },
-    }
-    found = {}
-    for tier, zero in tiers.items():
-        cfg = _formed(kind, form, zero["stage"], world, precision, zero_optimization=zero)
-        engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
-        here = f"{folder}/{kind}{form}"
-        for step in range(4):
-            if step == 2 and tier == "memory":
-                engine.save_checkpoint(here)
-            elif step == 2:
-                found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-                engine.load_checkpoint(here)
-            x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
-            engine.backward(engine(x, y))
-            engine.step()
-            if step == 1 and tier == "memory":
-                found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-        found[tier, 4] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-        state = {n: deepc.view(p).state[STATES[kind]].clone() for n, p in engine.module.named_parameters()}
-        found[tier, 4] |= {f"{n} state": s for n, s in state.items()}
-        if tier == "disk":
-            fp32 = 4 * engine.plan.owned_elems * engine.plan.disk.arrays
-            assert engine.plan.bytes["disk"] < 0.8 * fp32, "the disk has codes: blocks of 4 KiB of each cell's"
-            assert f"{form} optimizer states" in engine.plan.describe()
-        engine.destroy()
-    for (tier, step), values in found.items():
-        for n, v in values.items():
-            assert torch.equal(v, found["memory", step][n]), (kind, form, tier, step, n)
-    return True
+def _on_tiers(rank, world, folder, kind, form, precision):
+    def config(zero):
+        return _formed(kind, form, zero["stage"], world, precision, zero_optimization=zero)
+
+    return train_on_tiers(rank, world, config, form, folder)
 
 
 @pytest.mark.parametrize(
@@ -733,7 +699,7 @@ def _disk_formed(rank, world, folder, kind, form, precision):
     ],
 )
 def test_formats_on_disk_have_the_bits_of_memory(tmp_path, kind, form, precision):
-    assert all(run_ranks(_disk_formed, 2, args=(str(tmp_path), kind, form, precision)))
+    assert all(run_ranks(_on_tiers, 2, args=(str(tmp_path), kind, form, precision)))
 
 
 def test_a_checkpoint_of_formats_goes_on_with_equal_bits(tmp_path):
@@ -791,6 +757,3 @@ def test_formats_in_a_configuration():
     ):
         with pytest.raises(ConfigError, match=text):
             load(**params)
-    with pytest.raises(UnsupportedError, match='state_dtype "int8" in memory with offload_param nvme'):
-        offload = {"offload_param": {"device": "nvme", "nvme_path": "."}, "stage": 3}
-        deepc.initialize(model=tiny.make_model(), config=_formed("AdamW", "int8", 3, 1, zero_optimization=offload))

@@ -259,6 +259,8 @@ def _no_tensor(rank, world, folder):
 # ---- to disk and back ------------------------------------------------------------------------------------------------
 MOVED = {
     "int8": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}},
+    "muon, int8": {"optimizer": {"type": "Muon", "params": {"lr": 2e-2, "state_dtype": "int8"}}},
+    "muon, bf16": {"optimizer": {"type": "Muon", "params": {"lr": 2e-2, "state_dtype": "bf16"}}},
     "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}},
     "lamb, bf16": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "state_dtype": "bf16"}}},
 }
@@ -324,6 +326,8 @@ def _moved(rank, world, folder, stage, precision, case):
             for row in (
                 (0, "fp32", "muon"),
                 (1, "fp32", "muon, plain"),
+                (2, "bf16", "muon, int8"),
+                (3, "fp32", "muon, bf16"),
                 (0, "bf16", "adafactor"),
                 (3, "bf16", "adafactor"),
                 (3, "fp32", "int8"),

@@ -535,7 +535,7 @@ KEYS: tuple[Key, ...] = (
         "bool",
         False,
         "Muon and NVMe.",
-        "Muon's states always lie in memory",
+        "Muon's momentum lies where offload_optimizer.device says",
     ),
     _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),

@@ -141,7 +141,7 @@ def form_on_disk(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     moments_of."""
     rule = core_rule(optimizer)
     if rule is not None and rule.kind in (MUON, ADAFACTOR):
-        return len(names_on_disk(optimizer)), BYTES_OF_256["fp32"]
+        return len(names_on_disk(optimizer)), BYTES_OF_256[rule.form or "fp32"]
     return moments_of(optimizer), state_bytes_of(optimizer)
 
 
@@ -170,28 +170,13 @@ def copies_per_node(optimizer: torch.optim.Optimizer, stage: int) -> bool:
     return rule is not None and rule.kind == ONEBIT and stage > 0
 
 
-def check_format(
-    optimizer: torch.optim.Optimizer, device: str, states_on_disk: bool, parameters_on_disk: bool = False
-) -> None:
-    """UnsupportedError if the states of `optimizer` can't be where they are asked to be."""
+def check_on_disk(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedError if nothing that `optimizer` steps can be on disk."""
     rule = core_rule(optimizer)
-    form = "" if rule is None else rule.form
-    on_disk = states_on_disk or parameters_on_disk
-    where = "offload to nvme" if on_disk else f"ranks on {device}"
-    if rule is not None and rule.kind == ONEBIT and on_disk:
+    if rule is not None and rule.kind == ONEBIT:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from memory. Remove the"
-            " offload, or use another optimizer"
-        )
-    if form and rule is not None and rule.kind == MUON and on_disk:
-        raise UnsupportedError(
-            f'{type(optimizer).__name__} with optimizer.params.state_dtype "{form}" and {where} does not exist. Remove'
-            " one of the two"
-        )
-    if form and parameters_on_disk and not states_on_disk:
-        raise UnsupportedError(
-            f'optimizer.params.state_dtype "{form}" in memory with offload_param nvme does not exist: set'
-            " zero_optimization.offload_optimizer.device to nvme as well"
+            f"{type(optimizer).__name__} with offload to nvme does not exist: momentum is exchanged from memory. Remove"
+            " the offload, or use another optimizer"
         )
 
 

@@ -20,7 +20,7 @@ from ...config.tree import Config
 from ...core import cpu, env, memory
 from ...core.ops import dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
-from ...optim.factory import check_format, make_optimizer
+from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name
 from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
@@ -184,7 +184,8 @@ def assemble(
         engine.step_policy.check_optimizer()
         check_shards(engine)
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
-        check_format(engine.optimizer.base, engine.device.type, *config.zero.on_disk)
+        if any(config.zero.on_disk):
+            check_on_disk(engine.optimizer.base)
         plans = make_plans(engine, named, group_of)
         engine.optimizer.check_places(engine.plan)
         predict_memory(engine, plans, named, group_of, given)

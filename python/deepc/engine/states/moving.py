@@ -11,7 +11,7 @@ import torch
 
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
-from ...optim.factory import check_format
+from ...optim.factory import check_on_disk
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
@@ -104,7 +104,7 @@ def _check(engine: EngineBase) -> None:
     """What states can't be moved."""
     if engine.broken_step:
         raise DeepcError(engine.broken_step)
-    check_format(engine.optimizer.base, engine.device.type, True)
+    check_on_disk(engine.optimizer.base)
     why = (
         "of a GPU run"
         if engine.device.type != "cpu"

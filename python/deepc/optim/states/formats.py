@@ -64,14 +64,20 @@ def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
     return places[id(p)] * APART
 
 
+def state_sizes(numel: int, state_dtype: str, first: int) -> tuple[int, int]:
+    """(bytes of codes, scales) of `numel` elements, whose first has the number `first`."""
+    size, scales = ctypes.c_int64(), ctypes.c_int64()
+    call("dc_state_sizes", FORMATS[state_dtype], first, numel, ctypes.byref(size), ctypes.byref(scales))
+    return size.value, scales.value
+
+
 def make_state(
     numel: int, state_dtype: str, first: int = 0, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) of `numel` zeros, whose first has the number `first`; device: None for the CPU."""
-    size, scales = ctypes.c_int64(), ctypes.c_int64()
-    call("dc_state_sizes", FORMATS[state_dtype], first, numel, ctypes.byref(size), ctypes.byref(scales))
+    size, scales = state_sizes(numel, state_dtype, first)
     where = device or torch.device("cpu")
-    return torch.zeros(size.value, dtype=torch.uint8, device=where), torch.zeros(scales.value, device=where)
+    return torch.zeros(size, dtype=torch.uint8, device=where), torch.zeros(scales, device=where)
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:

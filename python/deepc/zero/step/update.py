@@ -277,15 +277,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._numbers = [(s.shard_begin, stretch_of(st.plan.layout, s).first) for s in segments]
         if not self._passes.in_memory:
             return  # a cell's arguments are made when it is there
-        if self._core.form:
-            self._aim_formed()
-            return
-        if st.state_device.type != "cpu":
+        if st.state_device.type != "cpu" and not self._core.form:
             return  # _update_device takes tensors
-        arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
-        for a, run in zip(self._args, self._runs):
-            self._aim(a, run, lambda name, own: arrays[name].data_ptr() + 4 * own)
+        self._aim_all(self._args, self._runs, self._in_memory)
 
     def _aim(self, a: Any, run: Run, at: Address) -> None:
         """The arguments of a run that do not change from step to step."""
@@ -302,27 +297,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
 
-    def _aim_formed(self) -> None:
-        """The arguments where states have a format: one run for each segment."""
-        rule, names = self._core, self._core.names
-        self._args = StepArgs.array(max(1, len(self._runs)))
-        master = cast("torch.Tensor | None", self._state.master)
+    def _in_memory(self, name: str, own: int) -> int:
+        """Where an element of the share lies, of what is in memory."""
+        array = self.states[name] if name != "master" else self._state.master
+        if isinstance(array, Coded):
+            return array.part(own, 1).codes.data_ptr()
+        tensor = cast("torch.Tensor", array)
+        return tensor.data_ptr() + tensor.element_size() * own
 
-        def at(name: str, own: int) -> int:
-            array = self.states[name] if name != "master" else cast("torch.Tensor", master)
-            if isinstance(array, Coded):
-                return array.pieces[own].codes.data_ptr()
-            array = cast("torch.Tensor", array)
-            return array.data_ptr() + array.element_size() * own
-
-        for a, run, (_, number) in zip(self._args, self._runs, self._numbers):
-            self._aim(a, run, at)
-            kept = names[: rule.keeps(self.param_groups[run.group])]
+    def _aim_all(self, args: Any, runs: Sequence[Run], at: Address, cell: DiskCell | None = None) -> list[UnitScales]:
+        """The arguments of runs that do not change from step to step. cell: that the states lie in, which begins at an
+        edge of blocks; None: in memory. Returns the scales in it, which are to be put back after the step."""
+        rule, out = self._core, []
+        for a, r in zip(args, runs):
+            self._aim(a, r, at)
+            kept = rule.names[: rule.keeps(self.param_groups[r.group])] if rule.form else ()
             if not kept:
                 continue
-            a.format, a.first, a.state_dtype = FORMATS[rule.form], number, code(torch.bfloat16)
+            begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
+            a.format, a.first, a.state_dtype = FORMATS[rule.form], number + r.own - begin, code(torch.bfloat16)
             for k, name in enumerate(kept if is_coded(rule.form) else ()):
-                a.scale[k] = cast(Coded, self.states[name]).pieces[run.own].scale.data_ptr()
+                if cell is None:
+                    scale = cast(Coded, self.states[name]).part(r.own, r.n).scale
+                else:
+                    out.append(UnitScales.of(cell, name, r.own, r.n, a.first, rule.form))
+                    scale = out[-1].scale
+                a.scale[k] = scale.data_ptr()
+        return out
 
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
@@ -557,19 +558,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_cells(self, passes: Passes, groups: Sequence[tuple[Scalars, float]]) -> None:
         """The same where something lies on disk. The update of an element depends on that element alone, so it may be
         cut anywhere."""
-        arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": self._state.master})
 
         def work(begin: int, end: int, cell: DiskCell | None) -> None:
             runs = within(self._runs, begin, end)
             args = StepArgs.array(max(1, len(runs)))
-            at = (
-                (lambda name, own: arrays[name].data_ptr() + 4 * own)
-                if cell is None
-                else functools.partial(cast(DiskTier, passes.tier).address, cell)
-            )
-            for a, r in zip(args, runs):
-                self._aim(a, r, at)
-            scales = self._aim_in_cell(args, runs, cell) if self._core.form and cell is not None else []
+            at = self._in_memory if cell is None else functools.partial(cast(DiskTier, passes.tier).address, cell)
+            scales = self._aim_all(args, runs, at, cell)
             self._step_runs(args, runs, groups)
             for s in scales:
                 s.put()
@@ -578,21 +572,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         passes.run(work, Pass(reads=self._state.master is None or bool(self._left_out)))
         if self._state.flat_host is not None:
             self._note_sent()
-
-    def _aim_in_cell(self, args: Any, runs: Sequence[Run], cell: DiskCell) -> list[UnitScales]:
-        """The arguments of states in a format that lie in `cell`, which begins at an edge of blocks; the scales of
-        each."""
-        rule, out = self._core, []
-        for a, r in zip(args, runs):
-            begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
-            kept = rule.names[: rule.keeps(self.param_groups[r.group])]
-            if not kept:
-                continue
-            a.format, a.first, a.state_dtype = FORMATS[rule.form], number + r.own - begin, code(torch.bfloat16)
-            for k, name in enumerate(kept if is_coded(rule.form) else ()):
-                out.append(UnitScales.of(cell, name, r.own, r.n, a.first, rule.form))
-                a.scale[k] = out[-1].scale.data_ptr()
-        return out
 
     def _update_device(self, grad_scale: float, stretches: Sequence[Run]) -> None:
         st, rule = self._state, self._core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -10,7 +11,7 @@ import torch
 from ...core.dtypes import UNIT
 from ...errors import UnsupportedError
 from ...offload import Cell, Stream
-from ...optim.states.formats import SCALE, make_state, pack, scale_units, unpack
+from ...optim.states.formats import SCALE, make_state, pack, scale_units, state_sizes, unpack
 
 
 class CodedPiece(NamedTuple):
@@ -50,7 +51,12 @@ class _Codes:
     dtype = torch.float32
     _name: str
     _form: str
+    _begins: list[int]  # of pieces, in order
     _where = ""
+
+    def _piece_of(self, begin: int) -> int:
+        """Where the piece begins that element `begin` is in."""
+        return self._begins[bisect.bisect_right(self._begins, begin) - 1]
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(
@@ -83,12 +89,19 @@ class Coded(_Codes):
             one, scale = sizes[begin]
             self.pieces[begin] = CodedPiece(whole[at : at + one.numel()], scale.to(whole.device), length, first)
             at += (one.numel() + 63) // 64 * 64
+        self._begins = sorted(self.pieces)
 
     def __len__(self) -> int:
         return self._numel
 
     def nbytes(self) -> int:
         return sum(p.codes.numel() + 4 * p.scale.numel() for p in self.pieces.values())
+
+    def part(self, begin: int, numel: int) -> CodedPiece:
+        """Elements [begin, begin + numel), whole blocks of a piece, where they lie."""
+        piece = self.pieces[at := self._piece_of(begin)]
+        size, scales = state_sizes(begin - at, self._form, piece.first)
+        return CodedPiece(piece.codes[size:], piece.scale[scales:], numel, piece.first + begin - at)
 
     def _whole(self, begin: int, length: int) -> CodedPiece:
         piece = self.pieces.get(begin)
@@ -107,43 +120,68 @@ class Coded(_Codes):
         pack(p.codes, p.scale, value, self._form, self._name, p.first)
 
 
+class StoredCodes:
+    """Codes and scales of `numel` elements from `begin` on of a stream's array `array`: whole blocks, but for a piece's
+    own ends. first: the number of the first one. One scale on disk for each unit, of which those are used that a block
+    begins in."""
+
+    def __init__(self, stream: Stream, array: str, form: str, begin: int, numel: int, first: int) -> None:
+        self._stream, self._array, self._numel, self.first = stream, array, numel, first
+        self._at, self._unit = begin // stream.per[array], begin // UNIT
+        self._places = scale_units(first, numel, form)
+        self.codes, self.scale = make_state(numel, form, first)
+
+    def read(self) -> StoredCodes:
+        """Fills `codes` and `scale`."""
+        self._stream.read(self._array, self._at, self.codes)
+        self.scale.copy_(self._stream.read(self._array + SCALE, self._unit, self._units())[self._places])
+        return self
+
+    def write(self) -> None:
+        """They go to the disk."""
+        units = self._units()
+        units[self._places] = self.scale
+        self._stream.write(self._array, self._at, self.codes)
+        self._stream.write(self._array + SCALE, self._unit, units)
+
+    def _units(self) -> torch.Tensor:
+        return torch.zeros(-(-self._numel // UNIT))
+
+
 class CodedOnDisk(_Codes):
-    """The same where codes and scales are arrays of a stream: one scale for each unit, of which those are used that a
-    block begins in."""
+    """The same where codes and scales are arrays of a stream."""
 
     _where = " on disk"
 
-    def __init__(self, stream: Stream, name: str, form: str, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """stretches: (begin, length, first) of each piece."""
-        self._stream, self._name, self._form = stream, name, form
+    def __init__(
+        self, stream: Stream, name: str, form: str, stretches: Sequence[tuple[int, int, int]], array: str = ""
+    ) -> None:
+        """stretches: (begin, length, first) of each piece. array: the stream's, where it is not called `name`."""
+        self._stream, self._name, self._form, self._array = stream, name, form, array or name
         self._pieces = {begin: (length, first) for begin, length, first in stretches}
+        self._begins = sorted(self._pieces)
 
     def __len__(self) -> int:
         return self._stream.elems
 
-    def _first(self, begin: int, length: int) -> int:
+    def part(self, begin: int, numel: int) -> StoredCodes:
+        """Elements [begin, begin + numel), whole blocks of a piece."""
+        at = self._piece_of(begin)
+        return StoredCodes(self._stream, self._array, self._form, begin, numel, self._pieces[at][1] + begin - at)
+
+    def _whole(self, begin: int, length: int) -> StoredCodes:
         piece = self._pieces.get(begin)
         if piece is None or piece[0] != length:
             self._refuse(f"[{begin}:{begin + length}]")
-        return piece[1]
+        return self.part(begin, length)
 
     def read(self, begin: int, out: torch.Tensor) -> torch.Tensor:
         """Fills the fp32 CPU tensor `out` with the piece that begins at `begin`; returns it."""
-        n = out.numel()
-        first = self._first(begin, n)
-        codes, _ = make_state(n, self._form, first)
-        self._stream.read(self._name, begin // self._stream.per[self._name], codes)
-        units = self._stream.read(self._name + SCALE, begin // UNIT, torch.empty(-(-n // UNIT)))
-        scale = units[scale_units(first, n, self._form)]
-        return out.copy_(unpack(codes, scale, n, self._form, self._name, first))
+        stored = self._whole(begin, out.numel()).read()
+        return out.copy_(unpack(stored.codes, stored.scale, out.numel(), self._form, self._name, stored.first))
 
     def write(self, begin: int, value: torch.Tensor) -> None:
         """The piece that begins at `begin` is `value` from now on, to nearest."""
-        n = value.numel()
-        first = self._first(begin, n)
-        codes, scale = make_state(n, self._form, first)
-        pack(codes, scale, value, self._form, self._name, first)
-        self._stream.write(self._name, begin // self._stream.per[self._name], codes)
-        units = torch.zeros(-(-n // UNIT))
-        units[scale_units(first, n, self._form)] = scale
-        self._stream.write(self._name + SCALE, begin // UNIT, units)
+        stored = self._whole(begin, value.numel())
+        pack(stored.codes, stored.scale, value, self._form, self._name, stored.first)
+        stored.write()

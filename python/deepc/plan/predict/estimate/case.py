@@ -14,7 +14,7 @@ from ....core.dtypes import dtype as dtype_named
 from ....core.ops import torch_dtype
 from ....errors import ArgumentError, UnsupportedError
 from ....optim.factory import (
-    check_format,
+    check_on_disk,
     check_optimizer,
     copies_per_node,
     form_on_disk,
@@ -287,7 +287,8 @@ class Case:
         elif not isinstance(base, torch.optim.Optimizer):
             base = base(params)
         check_optimizer(base, self.config.zero.stage, allow_untested=True)
-        check_format(base, self.device, *self.config.zero.on_disk)
+        if any(self.config.zero.on_disk):
+            check_on_disk(base)
         group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
         return base, named, group_of
 

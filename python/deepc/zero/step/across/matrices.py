@@ -66,6 +66,15 @@ def rounds_of(matrices: Sequence[tuple[int, int, int, torch.dtype]], world: int)
     return out
 
 
+class Part(NamedTuple):
+    """Of a state, what a step reads and writes: numbers, or codes and their scales. first: the number of the first
+    element, which random bits and blocks follow from."""
+
+    values: torch.Tensor
+    scales: list[torch.Tensor]
+    first: int
+
+
 class MatrixUpdate(AcrossUpdate):
     """The update of an optimizer of class Muon on one rank's share. States: momentum for matrices, AdamW's two for the
     rest, in arrays without room for what a parameter has not."""
@@ -170,27 +179,39 @@ class MatrixUpdate(AcrossUpdate):
         for p in r.owner:
             by_group.setdefault(self._group_of[p], []).extend(self._mine.get(p, ()))
         for g, segments in by_group.items():
-            group = self._groups[g]
-            lows = [torch.empty(s.length, dtype=r.dtype, device=self._state.state_device) for s in segments]
-            grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
             if not segments:
                 continue
-            nesterov = bool(group["nesterov"])
-            if self._form:
-                ahead = [torch.zeros(s.length, device=self._state.state_device) for s in segments]
-                items = [self._item(s, m, g, ("momentum_buffer",)) for s, m, g in zip(segments, ahead, grads)]
-                step_momentum(items, self._form, float(group["momentum"]), grad_scale, step)
-            else:
-                momentum = [self._window("momentum_buffer", s) for s in segments]
-                ahead = [torch.empty_like(m) for m in momentum] if nesterov else lows
-                self._lerp(momentum, grads, ahead, group, grad_scale)
-            if nesterov:
-                self._lerp(ahead, grads, lows, group, grad_scale)
-            elif self._form:
-                for low, m in zip(lows, ahead):
-                    low.copy_(m)
+            lows = [torch.empty(s.length, dtype=r.dtype, device=self._state.state_device) for s in segments]
+            grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
+            momentum = [self._part("momentum_buffer", s) for s in segments]
+            self._direct(self._groups[g], momentum, grads, lows, grad_scale, step)
             out.update(zip(segments, lows))
         return out
+
+    def _direct(
+        self,
+        group: Mapping[str, Any],
+        momentum: Sequence[Part],
+        grads: list[torch.Tensor],
+        lows: list[torch.Tensor],
+        grad_scale: float,
+        step: int,
+    ) -> None:
+        """Steps the momentum of parts of matrices; `lows` become what is to be made orthogonal of them."""
+        nesterov = bool(group["nesterov"])
+        if self._form:
+            ahead = [torch.zeros_like(g, dtype=torch.float32) for g in grads]
+            items = [(m, g, [p.values], p.scales, p.first) for m, g, p in zip(ahead, grads, momentum)]
+            step_momentum(items, self._form, float(group["momentum"]), grad_scale, step)
+        else:
+            values = [p.values for p in momentum]
+            ahead = [torch.empty_like(m) for m in values] if nesterov else lows
+            self._lerp(values, grads, ahead, group, grad_scale)
+        if nesterov:
+            self._lerp(ahead, grads, lows, group, grad_scale)
+        elif self._form:
+            for low, m in zip(lows, ahead):
+                low.copy_(m)
 
     @staticmethod
     def _lerp(
@@ -287,51 +308,38 @@ class MatrixUpdate(AcrossUpdate):
     def _step_rest(self, group: Mapping[str, Any], segments: list[Segment], grad_scale: float, step: int) -> None:
         params, lowps = self._targets(segments)
         grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
-        if self._form:
-            self._step_rest_packed(group, segments, params, lowps, grads, grad_scale, step)
-            return
-        m, v = ([self._window(name, s) for s in segments] for name in ("exp_avg", "exp_avg_sq"))
-        self._adamw(params, lowps, grads, m, v, group, grad_scale, step)
+        m, v = ([self._part(name, s) for s in segments] for name in MOMENTS)
+        self._adamw(group, params, lowps, grads, (m, v), grad_scale, step)
 
-    def _item(self, s: Segment, param: torch.Tensor, grad: torch.Tensor, names: Sequence[str]) -> Any:
-        """A segment for step_packed."""
-        at, arrays = self._at[s], [self._arrays[n] for n in names]
-        pieces = [a.pieces[at] for a in arrays if isinstance(a, Coded)]
-        states = [p.codes for p in pieces] or [Window(a, at, s.length).view for a in arrays]
-        return param, grad, states, [p.scale for p in pieces], stretch_of(self._state.plan.layout, s).first
-
-    def _step_rest_packed(
+    def _adamw(
         self,
         group: Mapping[str, Any],
-        segments: Sequence[Segment],
-        params: Sequence[torch.Tensor],
-        lowps: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        grad_scale: float,
-        step: int,
-    ) -> None:
-        items = [self._item(s, p, g, MOMENTS) for s, p, g in zip(segments, params, grads)]
-        beta1, beta2 = (float(b) for b in group["adam_betas"])
-        scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
-        step_packed(items, PackedStep(ADAMW, self._form, scalars, grad_scale, step, DECOUPLED), lowps)
-
-    @staticmethod
-    def _adamw(
         params: list[torch.Tensor],
         lowps: list[torch.Tensor],
         grads: list[torch.Tensor],
-        m: list[torch.Tensor],
-        v: list[torch.Tensor],
-        group: Mapping[str, Any],
+        moments: tuple[Sequence[Part], Sequence[Part]],
         grad_scale: float,
         step: int,
     ) -> None:
+        """Of parts of what is no matrix."""
         beta1, beta2 = (float(b) for b in group["adam_betas"])
         scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
-        torch.ops.deepc.step_adamw(params, grads, m, v, [], lowps, *scalars, grad_scale, step, True)
+        if self._form:
+            items = [
+                (p, g, [m.values, v.values], [*m.scales, *v.scales], m.first)
+                for p, g, m, v in zip(params, grads, *moments)
+            ]
+            step_packed(items, PackedStep(ADAMW, self._form, scalars, grad_scale, step, DECOUPLED), lowps)
+        else:
+            m, v = ([part.values for part in parts] for parts in moments)
+            torch.ops.deepc.step_adamw(params, grads, m, v, [], lowps, *scalars, grad_scale, step, True)
 
-    def _window(self, name: str, s: Segment) -> torch.Tensor:
-        return Window(self._arrays[name], self._at[s], s.length).view
+    def _part(self, name: str, s: Segment) -> Part:
+        array, at, first = self._arrays[name], self._at[s], stretch_of(self._state.plan.layout, s).first
+        if isinstance(array, Coded):
+            piece = array.pieces[at]
+            return Part(piece.codes, [piece.scale], first)
+        return Part(Window(array, at, s.length).view, [], first)
 
     def _targets(self, segments: Sequence[Segment]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(what is updated of each, what gets it in 16 bits: none if there are no masters, or the engine makes the

@@ -97,7 +97,7 @@ class RatioUpdate:
         if not self._form or self._passes.tier is not None:
             return [at(name, part.own) for name in self._moments], []
         arrays = [self._states[name] for name in self._moments]
-        pieces = [a.pieces[part.own] for a in arrays if isinstance(a, Coded)]
+        pieces = [a.part(part.own, part.n) for a in arrays if isinstance(a, Coded)]
         if pieces:
             return [p.codes.data_ptr() for p in pieces], [p.scale.data_ptr() for p in pieces]
         return [Window(a, part.own, part.n).view.data_ptr() for a in arrays], []

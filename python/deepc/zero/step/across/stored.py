@@ -8,44 +8,44 @@ A part is stepped once, whatever the disk does: what could not be written is wri
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ....errors import DiskError
+from ....optim.states.formats import MOMENTS, is_coded
 from ....plan.layout import Segment
 from ...state import Addressed, ModelState
 from ...tiers.agree import together
+from ...tiers.coded import Coded, CodedOnDisk
 from ...tiers.windows import PART, Window
-from .matrices import MatrixUpdate, Round
+from .base import stretch_of
+from .matrices import MatrixUpdate, Part, Round
 from .sharers import Sharers
 
-
-class Place(Protocol):
-    """Where values are written. A call that has raised a DiskError is made again."""
-
-    def write(self, value: torch.Tensor) -> None: ...
+Writes = list[Callable[[], None]]  # each puts values where they belong; one that has raised a DiskError is called again
 
 
-Written = list[tuple[Place, torch.Tensor]]
+PLACES = {"momentum_buffer": "first_moment", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}  # on disk
 
 
 class Work:
     """Parts of an update: each reads, computes, and says what is to be written where. A part that could not be read has
     changed nothing."""
 
-    def __init__(self, parts: Sequence[Callable[[], Written]]) -> None:
+    def __init__(self, parts: Sequence[Callable[[], Writes]]) -> None:
         self._parts, self._at = parts, 0
-        self._made: Written | None = None  # of part `at`, not written to the end
+        self._made: Writes | None = None  # of part `at`, not written to the end
 
     def do(self) -> None:
         """All that is left. DiskError: a call goes on there."""
         while self._at < len(self._parts):
             if self._made is None:
                 self._made = self._parts[self._at]()
-            for window, values in self._made:
-                window.write(values)
+            for write in self._made:
+                write()
             self._made = None
             self._at += 1
 
@@ -62,9 +62,9 @@ class _Blocks:
         flat.ready(self._begin)
         self.values = flat.tensor(lo, hi)
 
-    def write(self, value: torch.Tensor) -> None:
-        """`value`, which is `values`, goes to the disk. What becomes of it the next flush tells; until it is written it
-        stays in memory."""
+    def write(self) -> None:
+        """`values` go to the disk. What becomes of them the next flush tells; until they are written they stay in
+        memory."""
         if not self._stored:
             self._stored = True
             self._flat.store(self._begin, self._end)
@@ -82,17 +82,25 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         sharers: Sharers | None = None,
         form: str = "",
     ) -> None:
-        assert not form  # check_format has looked
         self._work: Work | None = None
-        super().__init__(state, groups, group_of, sharers)
+        super().__init__(state, groups, group_of, sharers, form)
 
     def _make_arrays(self) -> None:
-        if self._state.tier is None:
+        tier = self._state.tier
+        if tier is None:
             super()._make_arrays()
             return
-        first, second = (self._state.tier.arrays[n] for n in ("first_moment", "second_moment"))
-        self._arrays = {"momentum_buffer": first, "exp_avg": first, "exp_avg_sq": second}
         self._at = {s: s.shard_begin for segments in self._mine.values() for s in segments}
+        for name, place in PLACES.items():
+            self._arrays[name] = tier.arrays[place]
+            if is_coded(self._form):
+                pieces = [
+                    (at, s.length, self._first(s)) for s, at in self._at.items() if name in self.names_of(s.param)
+                ]
+                self._arrays[name] = CodedOnDisk(tier.stream, name, self._form, pieces, place)
+
+    def _first(self, s: Segment) -> int:
+        return stretch_of(self._state.plan.layout, s).first
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def update(self, grad_scale: float, step: int) -> None:
@@ -128,7 +136,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             failure = exc
         together(self._state.group, failure)
 
-    def _next(self, before: list[Callable[[], Written]]) -> None:
+    def _next(self, before: list[Callable[[], Writes]]) -> None:
         """The work until the next exchange: what is left of the last round, and the directions of the next one, or
         after the last all that is no matrix."""
         self._lows: dict[Segment, torch.Tensor] = {}
@@ -139,7 +147,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             rest = [(g, s) for g, of in zip(self._groups, self._rest) for s in of]
             self._work = Work([*before, *(part for g, s in rest for part in self._stepped(g, s)), self._flush])
 
-    def _flush(self) -> Written:
+    def _flush(self) -> Writes:
         """Everything is on disk when the step is made."""
         if self._state.tier is not None:
             self._state.tier.stream.flush()
@@ -147,66 +155,72 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             flat.flush()
         return []
 
-    @staticmethod
-    def _of_parts(s: Segment, work: Callable[[int, int], Written]) -> Iterator[Callable[[], Written]]:
-        """work(begin, end) of each part of a segment that is in memory at a time."""
-        for lo in range(0, s.length, PART):
-            yield functools.partial(work, lo, min(lo + PART, s.length))
+    def _of_parts(self, s: Segment, work: Callable[[int, int], Writes]) -> Iterator[Callable[[], Writes]]:
+        """work(begin, end) of each part of a segment that is in memory at a time. Where codes have blocks, none is in
+        two parts."""
+        edges = [0, *range(PART - self._first(s) % PART, s.length, PART), s.length]
+        for lo, hi in itertools.pairwise(edges):
+            yield functools.partial(work, lo, hi)
 
-    def _state_of(self, name: str, s: Segment, lo: int, hi: int) -> Window:
-        return Window(self._arrays[name], self._at[s] + lo, hi - lo)
+    def _read(self, name: str, s: Segment, lo: int, hi: int) -> tuple[Part, Writes]:
+        """A part of a state, and what is to be written of it when it has been stepped."""
+        array, at, first = self._arrays[name], self._at[s] + lo, self._first(s) + lo
+        if isinstance(array, CodedOnDisk):
+            stored = array.part(at, hi - lo).read()
+            return Part(stored.codes, [stored.scale], first), [stored.write]
+        if isinstance(array, Coded):
+            piece = array.part(at, hi - lo)
+            return Part(piece.codes, [piece.scale], first), []
+        window = Window(array, at, hi - lo)
+        values = window.read()
+        return Part(values, [], first), [] if window.in_memory else [functools.partial(window.write, values)]
 
     def _gradient(self, s: Segment, lo: int, hi: int) -> torch.Tensor:
         return Window(self._state.acc, s.shard_begin + lo, hi - lo).read()
 
-    def _target(self, s: Segment, lo: int, hi: int) -> tuple[torch.Tensor, list[torch.Tensor], Written]:
+    def _target(self, s: Segment, lo: int, hi: int) -> tuple[torch.Tensor, list[torch.Tensor], Writes]:
         """(what is updated, what gets it in 16 bits, what is to be written then)."""
         st = self._state
-        written: Written = []
+        written: Writes = []
         if st.flat_on_disk is None:
             flat = (st.flat if st.flat_host is None else st.flat_host)[s.flat_begin + lo : s.flat_begin + hi]
         else:
             blocks = _Blocks(st.flat_on_disk, s.flat_begin + lo, s.flat_begin + hi)
-            flat, written = blocks.values, [(blocks, blocks.values)]
+            flat, written = blocks.values, [blocks.write]
         if st.master is None:
             return flat, [], written
         window = Window(st.master, s.shard_begin + lo, hi - lo)
         master = window.read()
-        return master, [] if st.plan.parameters_as else [flat], [*written, (window, master)]
+        return master, [] if st.plan.parameters_as else [flat], [*written, functools.partial(window.write, master)]
 
-    def _directed(self, r: Round) -> Iterator[Callable[[], Written]]:
+    def _directed(self, r: Round) -> Iterator[Callable[[], Writes]]:
         """The momentum's parts of a round; fills `_lows` with what is to be made orthogonal."""
         for p in r.owner:
             group = self._groups[self._group_of[p]]
             for s in self._mine.get(p, ()):
                 self._lows[s] = torch.empty(s.length, dtype=r.dtype)
-                yield from self._of_parts(s, functools.partial(self._direct, s, self._lows[s], group))
+                yield from self._of_parts(s, functools.partial(self._directed_part, s, self._lows[s], group))
 
-    def _direct(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Written:
-        window, low = self._state_of("momentum_buffer", s, lo, hi), lows[lo:hi]
-        momentum, grad = window.read(), self._gradient(s, lo, hi)
-        if group["nesterov"]:
-            ahead = torch.empty_like(momentum)
-            self._lerp([momentum], [grad], [ahead], group, self._scale)
-            self._lerp([ahead], [grad], [low], group, self._scale)
-        else:
-            self._lerp([momentum], [grad], [low], group, self._scale)
-        return [(window, momentum)]
+    def _directed_part(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Writes:
+        momentum, written = self._read("momentum_buffer", s, lo, hi)
+        grads = [self._gradient(s, lo, hi)]
+        self._direct(group, [momentum], grads, [lows[lo:hi]], self._scale, self._step)
+        return written
 
-    def _applied(self, s: Segment, update: torch.Tensor) -> Iterator[Callable[[], Written]]:
-        def part(lo: int, hi: int) -> Written:
+    def _applied(self, s: Segment, update: torch.Tensor) -> Iterator[Callable[[], Writes]]:
+        def part(lo: int, hi: int) -> Writes:
             target, lowps, written = self._target(s, lo, hi)
             self._apply_to([target], lowps, s, update[lo:hi])
             return written
 
         return self._of_parts(s, part)
 
-    def _stepped(self, group: Mapping[str, Any], s: Segment) -> Iterator[Callable[[], Written]]:
-        def part(lo: int, hi: int) -> Written:
-            windows = [self._state_of(name, s, lo, hi) for name in ("exp_avg", "exp_avg_sq")]
-            m, v = (w.read() for w in windows)
+    def _stepped(self, group: Mapping[str, Any], s: Segment) -> Iterator[Callable[[], Writes]]:
+        def part(lo: int, hi: int) -> Writes:
+            (m, first), (v, second) = (self._read(name, s, lo, hi) for name in MOMENTS)
             target, lowps, written = self._target(s, lo, hi)
-            self._adamw([target], lowps, [self._gradient(s, lo, hi)], [m], [v], group, self._scale, self._step)
-            return [*zip(windows, (m, v)), *written]
+            grads = [self._gradient(s, lo, hi)]
+            self._adamw(group, [target], lowps, grads, ([m], [v]), self._scale, self._step)
+            return [*first, *second, *written]
 
         return self._of_parts(s, part)
