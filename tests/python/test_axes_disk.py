@@ -31,6 +31,10 @@ def on_disk(folder, states=True):
     return {"offload_param": place, **({"offload_optimizer": place} if states else {})}
 
 
+def optimizer(kind, form=None):
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-2, **({"state_dtype": form} if form else {})}}}
+
+
 class Frozen(Own):
     """Its head is not trained, and no rule cuts it."""
 
@@ -122,7 +126,8 @@ def _trained(rank, world, make, sizes, config, places, folder, kind):
         streamed = "offload_param" in place
         assert bool(engine.plan.parameters_on) == streamed
         assert (engine.plan.mode == "streamed") == streamed
-        has_states = config.get("optimizer", {}).get("type") != "Adafactor"  # whose few lie in memory
+        few = config.get("optimizer", {}).get("type") == "Adafactor"  # states, which lie in memory: masters alone move
+        has_states = not few or "bf16" in config
         assert (engine.plan.disk is not None) == ("offload_optimizer" in place and has_states)
         assert bool(engine.plan.gradients_on) == (streamed and "offload_optimizer" in place)
         told = [step(engine, data)]
@@ -169,11 +174,20 @@ def same_bits(ranks, told=True):
         pytest.param(tensors, {"dp": 2, "tp": 2}, BF16, Frozen, marks=FULL),
         pytest.param(tensors, {"pp": 2, "tp": 2}, {}, Own, marks=FULL),
         pytest.param(tensors, {"pp": 2, "dp": 2, "tp": 2}, BF16, Own, marks=FULL),
+        (tensors, {"tp": 2}, optimizer("Muon", "int8"), Own),
+        pytest.param(tensors, {"tp": 2}, optimizer("Lamb"), Frozen, marks=FULL),
+        pytest.param(tensors, {"tp": 2}, optimizer("Adafactor"), Own, marks=FULL),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, optimizer("Muon"), Frozen, marks=FULL),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, optimizer("Lamb", "int4"), Own, marks=FULL),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, {**optimizer("Adafactor"), **BF16}, Own, marks=FULL),
+        pytest.param(tensors, {"pp": 2, "tp": 2}, optimizer("Muon"), Own, marks=FULL),
+        pytest.param(tensors, {"pp": 2, "tp": 2}, optimizer("Lamb"), Own, marks=FULL),
+        pytest.param(tensors, {"pp": 2, "tp": 2}, optimizer("Adafactor"), Own, marks=FULL),
         (experts, {"dp": 2, "ep": 2}, {}, None),
         pytest.param(experts, {"dp": 4, "ep": 2}, BF16, None, marks=FULL),
-        pytest.param(experts, {"dp": 2, "ep": 2}, {"optimizer": {"type": "Muon"}}, None, marks=FULL),
-        pytest.param(experts, {"dp": 2, "ep": 2}, {"optimizer": {"type": "Lamb"}}, None, marks=FULL),
-        pytest.param(experts, {"dp": 4, "ep": 2}, {"optimizer": {"type": "Adafactor"}}, None, marks=FULL),
+        pytest.param(experts, {"dp": 2, "ep": 2}, optimizer("Muon"), None, marks=FULL),
+        pytest.param(experts, {"dp": 2, "ep": 2}, optimizer("Lamb"), None, marks=FULL),
+        pytest.param(experts, {"dp": 4, "ep": 2}, optimizer("Adafactor"), None, marks=FULL),
         pytest.param(experts, {"pp": 2, "dp": 2, "ep": 2}, {}, None, marks=FULL),
         pytest.param(experts, {"dp": 2, "tp": 2, "ep": 2}, {}, None, marks=FULL),
     ],
@@ -245,7 +259,7 @@ def test_a_checkpoint_of_the_disk_goes_on_in_another_layout(make, sizes, other, 
 
 
 # ---- a disk that fails -----------------------------------------------------------------------------------------------
-def _failing(rank, world, make, sizes, inside, folder):
+def _failing(rank, world, make, sizes, config, inside, folder):
     """A transfer of a rank fails once in the judgement of a step, then in an update, then `inside` of a forward or
     backward."""
     from deepc.errors import DeepcError
@@ -254,7 +268,7 @@ def _failing(rank, world, make, sizes, inside, folder):
     mesh, said, losses = Mesh.of(sizes), [], []
     zero = {"zero_optimization": {"stage": 3, **LIMITS, **on_disk(folder)}}
     with FailingDisk() as disk:
-        engine, data = make(rank, mesh, zero)
+        engine, data = make(rank, mesh, {**config, **zero})
         losses.append(step(engine, data))
         for name, owner, culprit in (("squares_of", engine.state, 1), ("update", engine.optimizer, world - 1)):
             setattr(owner, name, disk.around(getattr(owner, name), rank == culprit))
@@ -394,10 +408,10 @@ def test_what_is_asked_for_together_fails_together(make, sizes, tmp_path):
             assert isinstance(told, str) and "DiskFullError" in told and "[made by the test]" in told, (name, told)
 
 
-def _undisturbed(rank, world, make, sizes):
+def _undisturbed(rank, world, make, sizes, config):
     from deepc.plan.mesh import Mesh
 
-    engine, data = make(rank, Mesh.of(sizes), {"zero_optimization": {"stage": 3, **LIMITS}})
+    engine, data = make(rank, Mesh.of(sizes), {**config, "zero_optimization": {"stage": 3, **LIMITS}})
     losses = [step(engine, data) for _ in range(5)]
     weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
     engine.destroy()
@@ -405,20 +419,26 @@ def _undisturbed(rank, world, make, sizes):
 
 
 @pytest.mark.parametrize(
-    ("make", "sizes", "inside"),
+    ("make", "sizes", "config", "inside"),
     [
-        (tensors, {"tp": 2}, "forward"),
-        pytest.param(tensors, {"dp": 2, "tp": 2}, "backward", marks=FULL),
-        pytest.param(experts, {"dp": 2, "ep": 2}, "backward", marks=FULL),
-        pytest.param(experts, {"dp": 4, "ep": 2}, "forward", marks=FULL),
+        (tensors, {"tp": 2}, {}, "forward"),
+        pytest.param(tensors, {"dp": 2, "tp": 2}, {}, "backward", marks=FULL),
+        (tensors, {"tp": 2}, optimizer("Lamb", "int8"), "backward"),
+        *(
+            pytest.param(tensors, {"dp": dp, "tp": 2}, optimizer(kind), "backward", marks=FULL)
+            for dp in (1, 2)
+            for kind in ("Lamb", "Muon", "Adafactor")
+        ),
+        pytest.param(experts, {"dp": 2, "ep": 2}, {}, "backward", marks=FULL),
+        pytest.param(experts, {"dp": 4, "ep": 2}, {}, "forward", marks=FULL),
     ],
 )
-def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all(make, sizes, inside, tmp_path):
+def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all(make, sizes, config, inside, tmp_path):
     """A step goes on where it was, with the weights of one that no disk has broken off."""
     world = moe.ranks_of(sizes)
-    plain = run_ranks(_undisturbed, world, make, sizes)
+    plain = run_ranks(_undisturbed, world, make, sizes, config)
     for (losses, weights, said), (wanted, values) in zip(
-        run_ranks(_failing, world, make, sizes, inside, str(tmp_path)), plain
+        run_ranks(_failing, world, make, sizes, config, inside, str(tmp_path)), plain
     ):
         assert [name for name, *_ in said] == ["squares_of", "update", inside], said
         assert all("[made by the test]" in text for *_, text in said), said
@@ -428,22 +448,27 @@ def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all(make, sizes, insid
             assert torch.equal(weights[name], value), name
 
 
-# ---- what does not exist ---------------------------------------------------------------------------------------------
-def _refused(rank, world, folder):
-    from deepc.errors import UnsupportedError
+# ---- to disk and back ------------------------------------------------------------------------------------------------
+def _moved(rank, world, sizes, config, folder):
     from deepc.plan.mesh import Mesh
 
-    told = []
-    for kind in ("Lamb", "Muon", "Adafactor"):
-        config = {"optimizer": {"type": kind}, "zero_optimization": {"stage": 3, **on_disk(folder, states=False)}}
-        with pytest.raises(UnsupportedError) as caught:
-            tensors(rank, Mesh.of({"tp": world}), config)
-        told.append(str(caught.value))
-    return told
+    mesh, runs = Mesh.of(sizes), []
+    for moves in (False, True):
+        engine, data = tensors(rank, mesh, {**config, "zero_optimization": {"stage": 2}})
+        told = [step(engine, data)]
+        if moves:
+            engine.offload_states(folder)
+            assert engine.plan.disk is not None
+        told.append(step(engine, data))
+        if moves:
+            engine.reload_states()
+        told += [step(engine, data), evaluated(engine, data)]
+        runs.append((told, {n: t.clone() for n, t in engine.module_state_dict().items()}))
+        engine.destroy()
+    return runs
 
 
 @FULL
-def test_optimizers_of_whole_parameters_on_disk_are_refused(tmp_path):
-    for told in run_ranks(_refused, 2, str(tmp_path)):
-        for kind, text in zip(("Lamb", "Muon", "Adafactor"), told):
-            assert f"tensor parallelism with parameters that {kind} steps on disk does not exist" in text
+@pytest.mark.parametrize("config", [optimizer("Muon", "bf16"), optimizer("Lamb"), {**optimizer("Adafactor"), **BF16}])
+def test_states_of_cut_parameters_move_to_disk_and_back(config, tmp_path):
+    same_bits(run_ranks(_moved, 4, {"dp": 2, "tp": 2}, config, str(tmp_path)))

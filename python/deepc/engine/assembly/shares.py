@@ -16,7 +16,7 @@ from ...comm import start as comm
 from ...comm.groups import make_one, open_group
 from ...config.tree import Config, stages_asked
 from ...errors import ArgumentError, ConfigError, DeepcError, UnsupportedError
-from ...optim.rules import LAMB, ONEBIT
+from ...optim.rules import ONEBIT
 from ...parallel.axes import AxisGroup, opened_comms
 from ...parallel.expert.group import expert_group, mesh_with_experts
 from ...parallel.expert.spread import (
@@ -36,7 +36,6 @@ from ...parallel.tensor.group import refuse_unequal, tensor_group
 from ...parallel.tensor.random import same_state
 from ...plan.mesh import Mesh
 from ...zero.step.across.sharers import Sharers
-from ...zero.step.update import ACROSS
 from ...zero.tiers.agree import together
 from ..base import EngineBase
 from ..states.access import _Access
@@ -231,13 +230,10 @@ def check_shards(engine: EngineBase) -> None:
     """UnsupportedError for what works on whole parameters, where there are shards of them."""
     if not engine.cuts and engine.mesh.ep == 1:
         return
-    rule, config, name = engine.optimizer.rule, engine._config, type(engine.optimizer.base).__name__
-    whole = engine.cuts and rule is not None and (rule.kind in ACROSS or rule.kind == LAMB)
+    rule = engine.optimizer.rule
     here = {
-        name: engine.cuts and rule is not None and rule.kind == ONEBIT,
+        type(engine.optimizer.base).__name__: engine.cuts and rule is not None and rule.kind == ONEBIT,
         "GPUs": engine.device.type != "cpu",
-        f"states of {name} on disk": whole and config.zero.on_disk[0],
-        f"parameters that {name} steps on disk": whole and config.zero.on_disk[1],
         '"precision": "auto"': engine.auto_precision is not None,
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
     }

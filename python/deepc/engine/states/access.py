@@ -26,7 +26,7 @@ from ...parallel.tensor.group import tensor_group, whole_of, whole_state_dict
 from ...plan.layout import Segment
 from ...zero.parameters import owners
 from ...zero.parameters.gathered import GatheredParameters, SharedMemory
-from ...zero.tiers.agree import failures, together
+from ...zero.tiers.agree import together
 from ...zero.tiers.windows import Window
 from .stages import of_all_stages
 
@@ -223,13 +223,10 @@ class _Access:
         engine = self.engine
         if not engine.plan.updates_on_disk:
             return
-        told = failures(engine.group, failure)
-        if self.cut is not None:  # those with other shards wait for this one's
-            told = failures(tensor_group(engine.mesh), told[0] if told else None, numbered=False)
-        if failure is not None:
-            raise failure
-        if told:
-            raise told[0]
+        others = (
+            tensor_group(engine.mesh) if self.cut is not None else None
+        )  # they have other shards, and wait for this
+        together(engine.group, failure, others)
 
     def _write_together(self, write: Callable[[], None]) -> None:
         failure: DiskError | None = None

@@ -12,7 +12,7 @@ import torch
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
 from ...optim.factory import check_on_disk
-from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT
+from ...optim.rules import ONEBIT
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
 from ...zero.tiers.disk import open_tier, preflight
@@ -110,8 +110,6 @@ def _check(engine: EngineBase) -> None:
         if engine.device.type != "cpu"
         else f"of {type(engine.optimizer.base).__name__}, which torch steps in memory"
         if not engine.optimizer.core
-        else f"of {type(engine.optimizer.base).__name__} over tensor-parallel ranks"
-        if engine.cuts and engine.optimizer.rule is not None and engine.optimizer.rule.kind in (LAMB, MUON, ADAFACTOR)
         else 'with "precision": "auto"'
         if engine.auto_precision is not None
         else "with zero_quantized_weights"

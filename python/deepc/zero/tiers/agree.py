@@ -31,9 +31,12 @@ def failures(group: Gathers, failure: Exception | None, numbered: bool = True) -
     ]
 
 
-def together(group: Gathers, failure: Exception | None) -> None:
-    """If some rank has failed all raise: their own failure, or the first rank's. Collective."""
+def together(group: Gathers, failure: Exception | None, further: Gathers | None = None) -> None:
+    """If some rank has failed all raise: their own failure, or the first rank's. further: ranks of which each is in
+    another such `group`, which is told what they know. Collective, over `group` first."""
     told = failures(group, failure)
+    if further is not None:
+        told = failures(further, failure or (told[0] if told else None), numbered=False)
     if failure is not None:
         raise failure
     if told:

@@ -61,7 +61,7 @@ class FactoredUpdate(AcrossUpdate):
         self._factors = torch.zeros(factors, device=state.state_device)
         self._variance = state.zeros(variances, torch.float32, "exp_avg_sq")
         self._scratch = Scratch(factors, state.state_device)
-        self._passes = Passes(state)
+        self._passes = Passes(state, sharers)
         self._alone = self._passes.alone
         self._cut = None if sharers is None else CutFactors(sharers, self._matrices, self._factors_at)
         self._norms = ShareNorms(state, sharers)
@@ -299,7 +299,7 @@ class CutFactors:
         shared = [self._halves(p)[1 - self._sharers.cuts[p].dim] for p in self._stepped]
         if not shared:
             return
-        tops = self._sharers.rows(torch.cat([scratch.tops[s] for s in shared])).amax(0)
+        tops = self._sharers.gather_all(torch.cat([scratch.tops[s] for s in shared])).amax(0)
         for s, row in zip(shared, tops.split([s.stop - s.start for s in shared])):
             scratch.tops[s] = row
 
@@ -314,7 +314,7 @@ class CutFactors:
         found = mine.new_zeros(max(map(sum, sizes)))
         found[: mine.numel()] = mine
         self._scratch.sums.zero_()
-        for r, row in zip(ranks, self._sharers.rows(found)):
+        for r, row in zip(ranks, self._sharers.gather_all(found)):
             for p, sums in zip(self._stepped, row[: sum(sizes[r])].split(sizes[r])):
                 self._add(p, r, sums)
         run_on(torch.device("cpu"), "adafactor_factors", self._args, len(self._stepped))

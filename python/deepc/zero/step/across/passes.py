@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from ....errors import DiskError
     from ....offload import Cell
     from ...tiers.disk import DiskTier
+    from .sharers import Sharers
 
 Work = Callable[[int, int, "Cell | None"], None]  # elements [begin, end) of the share, and the tier's cell of them
 
 
 class Passes:
-    """tier, walk: of the state, or None."""
+    """tier, walk: of the state, or None. sharers: the ranks that hold the other shards of parameters, where these are
+    cut."""
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    def __init__(self, state: ModelState, sharers: Sharers | None = None) -> None:
+        self._state, self._sharers = state, sharers
         self.walk: Walk | None = state.walk() if state.state_device.type == "cpu" else None
         self.alone = state.plan.own_all or state.plan.world == 1
 
@@ -69,7 +71,9 @@ class Passes:
         """After a pass that the next one depends on: raises unless all ranks have made it. Collective, where shards
         are of several ranks."""
         if not self.alone:
-            together(self._state.group, failure)
+            together(self._state.group, failure, self._sharers)
+        elif self._sharers is not None:
+            together(self._sharers, failure)
         elif failure is not None:
             raise failure
 

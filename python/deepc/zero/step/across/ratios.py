@@ -57,7 +57,7 @@ class RatioUpdate:
         self._state, self._groups, self._group_of = state, groups, group_of
         self._states = states
         self._moments = list(states)
-        self._passes = Passes(state)
+        self._passes = Passes(state, sharers)
         self.norms = ShareNorms(state, sharers)
         self._segments = [s for s in state.plan.segments if s.param not in left_out]
         self._ends = [s.shard_begin + s.length for s in self._segments]

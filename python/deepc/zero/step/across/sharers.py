@@ -38,9 +38,9 @@ class Sharers:
     ) -> None:
         self.cuts, self.rank, self.size, self._gather = dict(sorted(cuts.items())), rank, size, gather
 
-    def rows(self, mine: torch.Tensor) -> torch.Tensor:
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, n] all ranks' [n]. Collective."""
-        return self._gather(mine, (mine.numel(),) * self.size).view(self.size, -1)
+        return self._gather(tensor, (tensor.numel(),) * self.size).view(self.size, -1)
 
     def shape(self, param: int, local: Sequence[int]) -> tuple[int, ...]:
         """Of a whole parameter; local: of what is here."""
@@ -57,7 +57,7 @@ class Sharers:
             return dict(found)
         mine = torch.tensor([found[p] for p in self.cuts], dtype=torch.float64).view(-1)
         total = torch.zeros_like(mine)
-        for row in self.rows(mine):
+        for row in self.gather_all(mine):
             total += row
         sums = total.view(-1, 2).tolist()
         return {**found, **{p: (a, b) for p, (a, b) in zip(self.cuts, sums)}}

@@ -134,7 +134,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             self._work.do()
         except DiskError as exc:
             failure = exc
-        together(self._state.group, failure)
+        together(self._state.group, failure, self._sharers)
 
     def _next(self, before: list[Callable[[], Writes]]) -> None:
         """The work until the next exchange: what is left of the last round, and the directions of the next one, or
