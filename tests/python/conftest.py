@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """In the full class: a test leaves the process as it was, for those that come after it in any order."""
-    if not os.environ.get("RANKS_EXECUTE"):
+    if not leftovers.LOOKED_FOR:
         yield
         return
     before = leftovers.state()

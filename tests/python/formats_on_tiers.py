@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tiny
 import torch
+from ranks import for_this_job
 
 
 def values(engine) -> dict[str, torch.Tensor]:
@@ -24,8 +25,8 @@ def train_on_tiers(rank: int, world: int, make_config, form: str, folder: str) -
     from deepc.zero.step.across import stored
     from deepc.zero.streamed import state
 
-    stored.PART = 512  # a matrix is in several parts, whose edges are not those of its blocks
-    state.CELL_ELEMS = 4096
+    for_this_job(stored, "PART", 512)  # a matrix is in several parts, whose edges are not those of its blocks
+    for_this_job(state, "CELL_ELEMS", 4096)
     nvme = {"device": "nvme", "nvme_path": folder}
     tiers = {
         "memory": {"stage": 2},

@@ -1,5 +1,6 @@
 """What a test or a rank's job leaves changed in its process, which goes on to others: patched functions and constants
-of deepc and torch, variables, deepc's logger, signal handlers, torch's settings. Looked at in the full class."""
+of deepc and torch, variables, deepc's logger, signal handlers, torch's settings. Looked at in the full class
+(DEEPC_TEST_FULL=1)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+LOOKED_FOR = bool(os.environ.get("DEEPC_TEST_FULL"))
 _OF_TORCH = (
     "torch",
     "torch.distributed",

@@ -3,9 +3,8 @@
     done = run_python("-c", "import deepc; deepc.init_distributed()", env=env)      # as subprocess.run(..., text=True)
     launcher = Program(("-m", "deepc", "run", "train.py"), cwd=tmp_path)            # as subprocess.Popen
 
-An import of torch is most of what a small program costs. The full class (RANKS_EXECUTE) starts every program from its
-file; so must a test that looks at the process itself: its memory, its descriptors, its command line or environment in
-/proc."""
+An import of torch is most of what a small program costs. RANKS_EXECUTE=1 starts every program from its file; so must a
+test that looks at the process itself: its memory, its descriptors, its command line or environment in /proc."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ its variables end with it, and what it changes by for_this_job), but those that 
 job that may not take it, because transformers had looked for it in an earlier one, is done again in new ones.
 fresh=True starts new ones, for tests that change the process otherwise. New ones are forked from a process that has
 imported torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program
-instead: for what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class),
-and a variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang
-ends at the limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
+instead: for what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all, and a variable
+that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the
+limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     env = dict(os.environ)
     for line in sys.stdin:
         rank, folder = line.rstrip("\n").split(" ", 1)
-        code, goes_on = 0, EXECUTES and not Path(folder, "last").exists()
+        code, goes_on = 0, leftovers.LOOKED_FOR and not Path(folder, "last").exists()
         before = leftovers.state() if goes_on else {}
         try:
             run(int(rank), folder)
