@@ -223,10 +223,8 @@ class _Access:
         engine = self.engine
         if not engine.plan.updates_on_disk:
             return
-        others = (
-            tensor_group(engine.mesh) if self.cut is not None else None
-        )  # they have other shards, and wait for this
-        together(engine.group, failure, others)
+        # Those with other shards wait for this one's.
+        together(engine.group, failure, tensor_group(engine.mesh) if self.cut is not None else None)
 
     def _write_together(self, write: Callable[[], None]) -> None:
         failure: DiskError | None = None

@@ -68,8 +68,10 @@ class Passes:
             raise
 
     def agree(self, failure: DiskError | None) -> None:
-        """After a pass that the next one depends on: raises unless all ranks have made it. Collective, where shards
-        are of several ranks."""
+        """After a pass that the next one depends on: raises unless all ranks have made it. Collective where something
+        lies on disk and shards are of several ranks."""
+        if not self._state.plan.updates_on_disk:
+            return
         if not self.alone:
             together(self._state.group, failure, self._sharers)
         elif self._sharers is not None:
