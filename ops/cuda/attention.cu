@@ -65,11 +65,13 @@ static int att_room_of(dc_gpu::AttRoom *room) {
   return DC_OK;
 }
 
-// A block a unit, with more shared memory than a kernel has unasked.
+// A block a unit, with more shared memory than a kernel has unasked. The limit is the kernel's, not the launch's: all a
+// block can have, so that threads that launch it with other sizes at the same time don't take it from each other.
 template <class K, class... Args>
-static int att_launch(K kernel, int64_t units, int bytes, cudaStream_t stream, const Args &...args) {
+static int att_launch(K kernel, int64_t units, int bytes, const dc_gpu::AttRoom &room, cudaStream_t stream,
+                      const Args &...args) {
   if (units == 0) return DC_OK;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.most);
   if (error != cudaSuccess) return dc__cuda_error(error, "asking for shared memory");
   kernel<<<grid_of(units), dc_gpu::ATT_THREADS, (size_t)bytes, stream>>>(args...);
   return launched();
@@ -97,7 +99,7 @@ int dc_cuda_attention(const dc_attention_args *args, void *stream) {
     return att_with_shape(plan.sums, dc_gpu::att_plain(a), [&](auto pieces, auto plain) {
       constexpr int N = decltype(pieces)::value;
       constexpr bool PLAIN = decltype(plain)::value != 0;
-      return att_launch(att_forward_kernel<T, N, PLAIN>, plan.units, plan.bytes, queue, a, plan);
+      return att_launch(att_forward_kernel<T, N, PLAIN>, plan.units, plan.bytes, room, queue, a, plan);
     });
   });
 }
@@ -116,14 +118,14 @@ template <class T> static int att_launch_grad(const dc_attention_grad_args &a, f
   DC_TRY(att_with_shape(of_q.sums, dc_gpu::att_plain(a), [&](auto pieces, auto plain) {
     constexpr int N = decltype(pieces)::value;
     constexpr bool PLAIN = decltype(plain)::value != 0;
-    DC_TRY(att_launch(att_grad_q_kernel<T, N, PLAIN>, of_q.units, of_q.bytes, queue, a, of_q, of));
-    return att_launch(att_grad_kv_kernel<T, N, PLAIN>, of_kv.units, of_kv.bytes, queue, a, of_kv, of);
+    DC_TRY(att_launch(att_grad_q_kernel<T, N, PLAIN>, of_q.units, of_q.bytes, room, queue, a, of_q, of));
+    return att_launch(att_grad_kv_kernel<T, N, PLAIN>, of_kv.units, of_kv.bytes, room, queue, a, of_kv, of);
   }));
   if (!a.dbias) return DC_OK;
   const AttPlan of_bias = dc_gpu::att_grad_plan(dc_gpu::ATT_DBIAS, a, room);
   const dc_gpu::AttBiasUnits n = dc_gpu::att_bias_units(a);
   const int64_t units = dc_gpu::att_bias_count(n);
-  return att_launch(att_grad_bias_kernel<T>, units, of_bias.bytes, queue, a, of_bias, n, units, of);
+  return att_launch(att_grad_bias_kernel<T>, units, of_bias.bytes, room, queue, a, of_bias, n, units, of);
 }
 
 int dc_cuda_attention_grad(const dc_attention_grad_args *args, float *deltas, void *stream) {

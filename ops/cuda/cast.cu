@@ -50,6 +50,5 @@ int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream) {
   const cudaError_t error = cudaMemcpyAsync(dst, src, (size_t)bytes, cudaMemcpyDefault,
                                             static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return DC_OK;
-  (void)cudaGetLastError();
   return dc__cuda_error(error, "a copy");
 }

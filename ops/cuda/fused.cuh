@@ -195,7 +195,7 @@ template <class T, bool WIDE> struct ReadRow {
 template <class T, class W, int N> struct HeldRow {
   typedef T type;
   static constexpr int V = Lane<T, ROW_SUMS>::width, LANES = Lane<T, ROW_SUMS>::count;
-  uint32_t words[N][4]; // 16 bits have no register of their own
+  alignas(16) uint32_t words[N][4]; // 16 bits have no register of their own
   DC_GPU void unpack(float *v, int k) const {
     DC_UNROLL
     for (int j = 0; j < V; j++)

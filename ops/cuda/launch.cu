@@ -46,6 +46,7 @@ static const char *launch_advice(cudaError_t error) {
 }
 
 int dc__cuda_error(cudaError_t error, const char *what) {
+  (void)cudaGetLastError(); // so that the next launch does not report this one
   return CUDA_FAIL(DC_E_CUDA, "%s failed: %s (%s, %d); %s", what, cudaGetErrorString(error), cudaGetErrorName(error),
                    (int)error, launch_advice(error));
 }
@@ -54,10 +55,7 @@ int DeviceScope::enter(const void *array, const char *what) {
   cudaPointerAttributes attributes;
   memset(&attributes, 0, sizeof attributes);
   cudaError_t error = cudaPointerGetAttributes(&attributes, array);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError(); // so that the next launch does not report this one
-    return dc__cuda_error(error, "looking up an array");
-  }
+  if (error != cudaSuccess) return dc__cuda_error(error, "looking up an array");
   if (attributes.type == cudaMemoryTypeUnregistered)
     return CUDA_FAIL(DC_E_INVALID, "%s = %p is ordinary host memory; pass device, managed or pinned memory", what,
                      array);

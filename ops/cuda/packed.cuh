@@ -50,7 +50,7 @@ template <int RULE> inline constexpr bool HAS_TWO = RULE == DC_RULE_ADAMW || RUL
 // ---- a quad: elements [i, i + r) in memory, r at most QUAD; WHOLE: all of them, aligned ----------------------------
 // As it lies there, so that all loads are under way before the first is used; elements of 16 bits two a word.
 struct Quad {
-  uint32_t word[QUAD];
+  alignas(16) uint32_t word[QUAD];
 };
 
 template <bool WHOLE> DC_GPU Quad quad_load(const void *p, int dtype, int64_t i, int r) {
@@ -99,7 +99,7 @@ template <bool WHOLE> DC_GPU void quad_store(void *p, int dtype, int64_t i, int 
 
 // A quad of a state as it lies in memory: 8, 4 or 2 bytes.
 struct Codes {
-  uint32_t word[2];
+  alignas(8) uint32_t word[2];
 };
 template <int FORMAT>
 inline constexpr int CODES_BYTES = FORMAT == DC_STATE_STOCHASTIC ? 8

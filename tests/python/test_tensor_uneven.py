@@ -281,3 +281,42 @@ def test_heads_that_can_not_be_shared_are_refused(rank):
             cut_model(model, OnPaper(rank, 2), {"partition_config": {"layer_specs": [spec]}}, sequence)
         assert want in str(caught.value)
         assert {n: p.shape for n, p in model.named_parameters()} == before  # nothing was cut
+
+
+# ---- what is not cut is alike on all ranks ---------------------------------------------------------------------------
+def _replicas(rank, world, heads, inner, optimizer):
+    """What the ranks hold alike after some steps, or the error."""
+    from deepc.errors import UnsupportedError
+    from deepc.plan.mesh import Mesh
+
+    try:
+        engine = engine_of(model_of("llama", heads, inner=inner), Mesh.of({"tp": world}), 1, optimizer=optimizer)
+    except UnsupportedError as exc:
+        return str(exc)
+    trained(engine, micro_batches())
+    alike = {n: p for n, p in engine.module.named_parameters() if id(p) not in engine.cuts}
+    found = {n: engine.full_fp32_param(p).clone() for n, p in alike.items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind, form", [("AdamW", "int8"), ("Muon", "bf16")])
+def test_states_in_a_format_want_shards_of_equal_sizes(kind, form):
+    """Blocks and random bits follow a place in the flat space, which shards of other sizes shift."""
+    optimizer = {"type": kind, "params": {"lr": 1e-2, "state_dtype": form}}
+    for text in run_ranks(_replicas, 2, 3, 131, optimizer):
+        assert f'state_dtype "{form}" with shards of unequal sizes' in text
+    first, second = run_ranks(_replicas, 2, 4, 128, optimizer)
+    assert len(first) > 4 and all(torch.equal(value, second[n]) for n, value in first.items())
+
+
+def test_norms_of_what_is_not_cut_are_the_first_ranks():
+    from deepc.zero.step.across.sharers import Sharers
+
+    found = [{0: (1.0, 2.0), 1: (3.0, 4.0)}, {0: (10.0, 20.0), 1: (3.0 + 1e-15, 4.5)}]
+
+    def gather(mine, widths):
+        return torch.cat([torch.tensor([rank[p] for p in (0, 1)], dtype=torch.float64).view(-1) for rank in found])
+
+    for rank in (0, 1):
+        assert Sharers({0: None}, rank, 2, gather).squares(found[rank]) == {0: (11.0, 22.0), 1: (3.0, 4.0)}

@@ -242,6 +242,24 @@ def check_shards(engine: EngineBase) -> None:
         raise UnsupportedError(f"{kind} with {' and '.join(found)} does not exist; see docs/status.md")
 
 
+def check_numbers(engine: EngineBase) -> None:
+    """UnsupportedError, on all ranks, if states have a format, whose blocks and random bits follow an element's place
+    in the flat space, and ranks that hold the same parameters beside shards of other sizes have them elsewhere: they
+    would part. Collective."""
+    rule, state = engine.optimizer.rule, engine.state
+    if rule is None or not rule.form or (not engine.cuts and engine.mesh.ep == 1):
+        return
+    alike = [i for i, p in enumerate(state.trained) if id(p) not in engine.cuts and id(p) not in engine.spread]
+    places = zlib.crc32(str([(state.names[i], state.plan.layout.offsets[i]) for i in alike]).encode())
+    told = engine.everyone.gather_all(torch.tensor([engine.mesh.coordinates(engine.everyone.rank).pp, places])).tolist()
+    if len({tuple(row) for row in told}) > len({stage for stage, _ in told}):
+        raise UnsupportedError(
+            f'optimizer.params.state_dtype "{rule.form}" with shards of unequal sizes (heads, or a width, that the'
+            " ranks do not divide) does not exist: what is not cut would be rounded differently on ranks that share"
+            " the model. Leave state_dtype out, or choose a number of ranks that divides them"
+        )
+
+
 def check_stages(engine: EngineBase) -> None:
     """ArgumentError, on all ranks, if a stage of a pipeline has nothing to train. Collective."""
     if engine.parts is None:

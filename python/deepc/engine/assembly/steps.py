@@ -49,6 +49,7 @@ from ..states.activations import Activations, Moves
 from ..states.curriculum import Curriculum
 from ..states.recompute import Recomputation, largest_over
 from .shares import (
+    check_numbers,
     check_shards,
     check_stages,
     cut_as_asked,
@@ -563,6 +564,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
             failure = exc
         together(engine.everyone, failure)
     engine.state = make_state(engine, named, tier)
+    check_numbers(engine)
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained], sharers_of(engine))
     if engine.parts is not None:
         engine.parts.repeated = frozenset(i for i, p in enumerate(engine.state.trained) if not engine.answers_for(p))

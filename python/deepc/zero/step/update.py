@@ -39,6 +39,7 @@ from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
 from ..tiers.parked import AWAY
+from ..tiers.split import Split
 from ..tiers.windows import Array, Window
 from .across.base import stretch_of
 from .across.factored import FactoredUpdate
@@ -302,8 +303,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         array = self.states[name] if name != "master" else self._state.master
         if isinstance(array, Coded):
             return array.part(own, 1).codes.data_ptr()
-        tensor = cast("torch.Tensor", array)
-        return tensor.data_ptr() + tensor.element_size() * own
+        there = cast("torch.Tensor | Split", array)
+        return there.data_ptr() + there.dtype.itemsize * own
 
     def _aim_all(self, args: Any, runs: Sequence[Run], at: Address, cell: DiskCell | None = None) -> list[UnitScales]:
         """The arguments of runs that do not change from step to step. cell: that the states lie in, which begins at an

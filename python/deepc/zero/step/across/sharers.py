@@ -51,16 +51,16 @@ class Sharers:
         return [math.prod(self.cuts[i].shape) if i in self.cuts else n for i, n in enumerate(local)]
 
     def squares(self, found: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
-        """The squares of whole parameters from those of the shards here, of which every one must be there.
-        Collective."""
-        if not self.cuts:
-            return dict(found)
-        mine = torch.tensor([found[p] for p in self.cuts], dtype=torch.float64).view(-1)
+        """The squares of whole parameters from those of the shards here, of which every one must be there; of what is
+        not cut those of the first rank, for shards of unequal sizes have it in other blocks, which are added up in
+        another order. Collective."""
+        mine = torch.tensor([found[p] for p in sorted(found)], dtype=torch.float64)
+        rows = self.gather_all(mine.view(-1)).view(self.size, -1, 2)
         total = torch.zeros_like(mine)
-        for row in self.gather_all(mine):
+        for row in rows:
             total += row
-        sums = total.view(-1, 2).tolist()
-        return {**found, **{p: (a, b) for p, (a, b) in zip(self.cuts, sums)}}
+        sums = zip(total.tolist(), rows[0].tolist())
+        return {p: tuple(added if p in self.cuts else first) for p, (added, first) in zip(sorted(found), sums)}
 
     def wholes(self, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Whole parameters of this rank's shards ([n] each, of equal dtypes); the ranks ask for the same ones.
