@@ -12,6 +12,8 @@ class DeepcError(RuntimeError):
     Fix: as the message says. Catch this class to catch all of them; each is also the builtin exception that fits
     (ValueError, MemoryError, ...)."""
 
+    of_another_rank = False  # raised here because another rank, which the message names, has told this one
+
 
 class ConfigError(DeepcError, ValueError):
     """The configuration contradicts itself, has an unknown key, or asks for what does not exist yet.

@@ -27,7 +27,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..zero.step.norm import clip, judge
-from ..zero.tiers.agree import failures
+from ..zero.tiers.agree import failures, said_once
 from . import assembly
 from .base import EngineBase, StepResult, say
 from .states import access
@@ -154,7 +154,7 @@ class Engine(EngineBase):
             self.broken_pass = True
             raise _kind_of(told)(
                 "backward broke off, because what lies on disk could not be moved: "
-                f"{'; '.join(map(str, told))}. The gradients since the last step are lost, and nothing else: call"
+                f"{said_once(told)}. The gradients since the last step are lost, and nothing else: call"
                 " engine.zero_grad() on every rank and go on with the step's first micro-batch, or load a checkpoint if"
                 " it is damage"
             ) from mine
@@ -303,14 +303,13 @@ class Engine(EngineBase):
         if not told:
             return
         kind = _kind_of(told)
-        what = "; ".join(str(t) for t in told)
         if kind is DamagedError:
             advice = "What is damaged does not come back: load the last checkpoint (engine.load_checkpoint)."
         else:
             advice = "Nothing is lost: when the cause is gone, engine.step() does the rest; or load a checkpoint."
         self.broken_step = self.hooks.blocked = (
             f"step {self.global_steps + 1} is done in part, because what lies on disk could not be moved:"
-            f" {what}. {advice}"
+            f" {said_once(told)}. {advice}"
         )
         raise kind(self.broken_step) from mine
 
