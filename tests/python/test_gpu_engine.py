@@ -208,6 +208,62 @@ def test_states_and_parameters_off_the_device(place, precision, tmp_path):
     close(got, want)
 
 
+def written(cfg: dict, device: str) -> tuple[list[float], dict]:
+    """A training in whose steps a script writes weights: in place, by a state_dict, of a parameter that it froze."""
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=device)[0]
+    named, losses = dict(engine.module.named_parameters()), []
+    up, norm = named["blocks.0.up.weight"], named["ln.weight"]
+
+    def write(p, change):
+        with deepc.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+            change(p)
+
+    def step(number):
+        x, y = (t.to(engine.device) for t in tiny.make_batch(number))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+
+    step(0)
+    write(up, lambda p: p.mul_(0.5))
+    step(1)
+    weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    weights["blocks.1.up.weight"] *= 1.5
+    engine.load_module_state_dict(weights)
+    step(2)
+    norm.requires_grad_(False)
+    write(norm, lambda p: p.fill_(0.75))
+    step(3)
+    step(4)
+    found = {n: engine.full_fp32_param(p).cpu() for n, p in named.items()}
+    assert (found["ln.weight"] == 0.75).all()
+    engine.destroy()
+    return losses, found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "kind, stage, place",
+    [
+        *(("AdamW", 2, place) for place in (None, "cpu", "states on disk")),
+        *(("AdamW", 3, place) for place in PLACES),
+        *((kind, *where) for kind in ("Lamb", "Muon") for where in ((2, "cpu"), (3, "parameters in host memory"))),
+    ],
+)
+def test_what_a_script_writes_counts_wherever_states_lie(kind, stage, place, precision, tmp_path):
+    cfg = tiny.config(stage, micro=8, precision=precision)
+    cfg["optimizer"] = {"type": kind, "params": {"lr": 1e-4}}
+    want = written(cfg, "cpu")
+    if place == "cpu":
+        cfg["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    elif place is not None:
+        cfg = away(place, tmp_path, stage, precision, cfg={"optimizer": cfg["optimizer"]})
+    close(written(cfg, GPU), want, 1e-3 if precision == "fp32" else 3e-2)
+
+
 @pytest.mark.parametrize("kind, form", FORMED)
 @pytest.mark.parametrize("place", list(PLACES))
 def test_states_in_a_format_off_the_device(place, kind, form, tmp_path):

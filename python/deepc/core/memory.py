@@ -56,6 +56,9 @@ class _Block:
             C.dc_mem_free(self.address)
 
 
+_LOCKED_BYTES = 1 << 20  # a smaller block has no pages of its own (ops/base/mem.c), and two can't lock one
+
+
 class _LockedBlock(_Block):
     """The same, whose pages the CUDA driver has locked; where it refuses (too much is locked), as any other's."""
 
@@ -78,10 +81,12 @@ class _LockedBlock(_Block):
 def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: bool = False) -> torch.Tensor:
     """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
     that are walked together. locked: in pages that a GPU of this process reaches: copies run at the bus's rate, and
-    beside the host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
+    beside the host's work with non_blocking=True (not below 1 MiB, where copies are made through the driver's own
+    memory). Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    block = (_LockedBlock if locked else _Block)(numel * dtype.itemsize, color)
+    nbytes = numel * dtype.itemsize
+    block = (_LockedBlock if locked and nbytes >= _LOCKED_BYTES else _Block)(nbytes, color)
     return tensor_at(block.address, numel, dtype, block)
 
 

@@ -338,10 +338,15 @@ class ModelState:
     @torch.no_grad()
     def master_from_params(self, indices: Sequence[int]) -> None:
         """fp32 masters of these parameters follow their 16-bit values where a user changed them; elsewhere they keep
-        their precision."""
-        if self.master is None or not indices:
+        their precision. So does what the host's update makes for a device."""
+        if not indices:
             return
         chosen = set(indices)
+        for s in self.plan.segments if self.flat_host is not None else ():
+            if s.param in chosen and (copy := self.host_copy(s.flat_begin, s.length)) is not None:
+                copy.copy_(self.flat[s.flat_begin : s.flat_begin + copy.numel()])
+        if self.master is None:
+            return
         rounded = (
             requantized(self.plan, cast(torch.Tensor, self.master), self.dtype) if self.plan.parameters_as else None
         )
@@ -387,6 +392,8 @@ class ModelState:
 
     def close(self) -> None:
         """The engine ends; parameters stay readable."""
+        if self.flat_host is not None:
+            torch.cuda.synchronize(self.device)  # no copy from memory that is about to go is under way
 
     def frozen_value(self, p: torch.nn.Parameter) -> torch.Tensor:
         """The whole value of a parameter that is not trained, to be read before the next call. Collective."""
@@ -506,8 +513,11 @@ def _first_not_finite(values: torch.Tensor) -> int:
         index = ctypes.c_int64()
         call("dc_find_nonfinite", values.data_ptr(), code(values.dtype), values.numel(), ctypes.byref(index))
         return index.value
-    where = torch.nonzero(~torch.isfinite(values))
-    return int(where[0]) if where.numel() else -1
+    for at in range(0, values.numel(), PART):  # what isfinite takes beside a whole accumulator may not be there
+        bad = ~torch.isfinite(values[at : at + PART])
+        if bad.any():
+            return at + int(bad.to(torch.uint8).argmax())
+    return -1
 
 
 def ranks_of(group: Group) -> Sequence[int] | None:

@@ -163,6 +163,7 @@ def _park(engine: EngineBase, include: Iterable[str] | None, locked: bool) -> No
         engine._stands["acc"], state.acc = state.acc, cast(torch.Tensor, _parked("acc", state.acc))
     if "optim_states" in names:
         optimizer.park({n: _parked(n, a) for n, a in optimizer.states.items()} if optimizer.core else {})
+        copies.release()  # what torch's optimizers had there
     engine.hooks.blocked = AWAY
 
 
@@ -171,6 +172,7 @@ def _unpark(engine: EngineBase) -> None:
     failure: Exception | None = None
     try:
         engine.parked.bring_back()
+        engine.optimizer.bring_twins()
     except DeepcError as exc:
         failure = exc
     together(engine.everyone, failure)

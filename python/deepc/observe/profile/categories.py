@@ -23,6 +23,7 @@ import torch
 
 from ...core import memory
 from ...zero.tiers.split import parts_of
+from ...zero.tiers.windows import Parked
 
 NAMES = ("parameters", "gradients", "optimizer_states", "shared", "activations_and_other", "kept_free")
 _PAGES_AT = ("RssAnon", "RssFile", "RssShmem")
@@ -47,7 +48,8 @@ def _nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def _on(device: torch.device, tensors: Iterable[torch.Tensor | None]) -> Iterable[torch.Tensor]:
-    return (t for t in tensors if t is not None and t.device.type == device.type)
+    there = (t for t in tensors if t is not None and not isinstance(t, Parked))
+    return (t for t in there if t.device.type == device.type)
 
 
 def parameters(engine: Any) -> int:
@@ -76,7 +78,8 @@ def optimizer_states(engine: Any) -> int:
     """Bytes of masters and moments; of what lies on disk, the cells that are in memory."""
     state, tier = engine.state, engine.state.tier
     masters = parts_of(state.master) if tier is None and state.master is not None else []
-    windows = [w.view for _, _, w in engine.optimizer.owned_states() if w.in_memory]
+    owned = engine.optimizer.owned_states() if engine.parked is None else ()
+    windows = [w.view for _, _, w in owned if w.in_memory]
     rest: int = engine.optimizer.coded_bytes() + (tier.stream.memory_bytes if tier is not None else 0)
     return _nbytes(_on(engine.device, [*masters, *windows])) + rest
 

@@ -82,7 +82,6 @@ class TorchReducer:
         self._grads: dict[int, torch.Tensor] = {}
         self._released: list[int] = []
         self._seen: set[int] = set()
-        self._none = torch.empty(0, dtype=torch.float64, device=acc.device)
         self._assign = self._norm = self._open = False
         self._passes = 0
         self._limit = layout.nbuckets  # buckets in order that may begin
@@ -260,7 +259,8 @@ class TorchReducer:
         """`target`, of the accumulators, becomes `part` or gets it added, in fp32 and rounded once if it has 16
         bits."""
         if target.dtype == torch.float32:
-            torch.ops.deepc.accumulate_tensors(target, [part], self._assign, self._none)
+            no_norm = target.new_empty(0, dtype=torch.float64)  # on its device: accumulators may lie on two
+            torch.ops.deepc.accumulate_tensors(target, [part], self._assign, no_norm)
         else:
             target.copy_(part if self._assign else target.float().add_(part))
 

@@ -19,7 +19,7 @@ import torch
 
 from ...core.lib import StepArgs
 from ...core.ops import code, run_on, torch_dtype
-from ...errors import ConfigError, DiskError, UnsupportedError
+from ...errors import ConfigError, DiskError, OutOfMemoryError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import (
     check_optimizer,
@@ -404,9 +404,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.core:
                 self.states = self._parked
             self._parked = None
-            self._move_twins(self._state.state_device)
         if self.core:
             self._make_args()
+
+    def bring_twins(self) -> None:
+        """States of a torch optimizer are on the device again. OutOfMemoryError: another call goes on."""
+        try:
+            self._move_twins(self._state.state_device)
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemoryError(
+                f"engine.reload_states(): the states of {type(self.base).__name__} do not fit on the device: {exc}."
+                " Free memory there, and call it again"
+            ) from exc
 
     def _move_twins(self, device: torch.device) -> None:
         for state in [] if self.core else self._twin.state.values():

@@ -35,16 +35,24 @@ class HostCopies:
                 known = found.get(storage.data_ptr())
                 found[storage.data_ptr()] = storage, wanted or (known is not None and known[1])
         self._rows: list[_Row] = []
-        for storage, wanted in found.values():
-            n = storage.nbytes()
-            host = memory.zeros(n, torch.uint8, locked=locked) if wanted else None
-            if host is not None:
-                host.copy_(_bytes_of(storage), non_blocking=True)
-            self._rows.append(_Row(storage, host, n))
-        torch.cuda.synchronize()
+        self._devices = {storage.device for storage, _ in found.values()}
+        try:
+            for storage, wanted in found.values():
+                n = storage.nbytes()
+                host = memory.zeros(n, torch.uint8, locked=locked) if wanted else None
+                if host is not None:
+                    host.copy_(_bytes_of(storage), non_blocking=True)
+                self._rows.append(_Row(storage, host, n))
+        finally:
+            self._settle()
         for row in self._rows:
             row.storage.resize_(0)
-        torch.cuda.empty_cache()  # for whoever needs the memory now
+        self.release()
+
+    @staticmethod
+    def release() -> None:
+        """Whoever needs the memory of the device now may have it."""
+        torch.cuda.empty_cache()
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +77,13 @@ class HostCopies:
                 " Free memory there, and call it again"
             ) from exc
         finally:
-            torch.cuda.synchronize()  # before the copies in host memory go
+            self._settle()
             done.clear()
+
+    def _settle(self) -> None:
+        """No copy is under way: host memory that it reads or writes may go."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
