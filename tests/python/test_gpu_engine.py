@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import mmap
 
 import pytest
 import tiny
@@ -138,6 +139,9 @@ def test_offloaded_gradients_and_parameters_are_in_locked_memory():
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
     assert is_locked(engine.state.acc) and is_locked(engine.state.flat_host)
+    assert all(
+        t.data_ptr() % mmap.PAGESIZE == 0 for t in (engine.state.acc, engine.state.flat_host)
+    )  # pages of its own
     engine.destroy()
 
 
@@ -638,6 +642,8 @@ def test_what_is_refused_while_states_are_in_host_memory(tmp_path):
                 read()
         with pytest.raises(UnsupportedError, match="of 'master', which engine.offload_states.. has moved"):
             engine.state.master.sum()
+        with deepc.profile.timeline(tmp_path / "timeline"):  # which counts what is on the device
+            engine(x, y)
         engine.reload_states()
         micro_batch(stayed, 0)
         for e in (engine, stayed):

@@ -188,3 +188,22 @@ def test_import_deepc_is_enough_for_its_public_modules() -> None:
     code = f"import deepc\nlost = [n for n in {names!r} if not hasattr(deepc, n)]\nassert not lost, lost"
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+NAMES = """
+import importlib, importlib.util, sys, types
+for package in map(importlib.import_module, sys.argv[1:]):
+    for name in package.__all__:
+        if not isinstance(getattr(package, name), types.ModuleType):
+            if importlib.util.find_spec(f"{package.__name__}.{name}"):
+                print(package.__name__, name)
+"""
+
+
+def test_what_comes_when_it_is_asked_for_has_no_modules_name() -> None:
+    """The import of such a module would put it in the place of what was asked for, from the second time on."""
+    lazy = [p.parent for p in PACKAGE.rglob("__init__.py") if "\ndef __getattr__" in p.read_text()]
+    names = [".".join(p.relative_to(PACKAGE.parent).parts) for p in lazy]
+    assert "deepc.observe.profile" in names
+    done = run_python("-c", NAMES, *names)
+    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepc import memory, profile
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DeepcError
-from deepc.observe.profile.timeline import Recorder, _asked, timeline
+from deepc.observe.profile.recording import Recorder, _asked, timeline
 from deepc.profile import check_trace, merge, trace
 from ranks import placed, run_ranks
 
@@ -609,7 +609,7 @@ def test_the_comms_loggers_tables_are_deepspeeds():
 
 def test_a_later_patch_of_the_loaders_stays():
     """Who patched DataLoader's iterators after the timeline keeps the patch when it ends."""
-    from deepc.observe.profile.timeline import Recorder
+    from deepc.observe.profile.recording import Recorder
 
     cls = torch.utils.data.dataloader._BaseDataLoaderIter
     before = cls.__next__

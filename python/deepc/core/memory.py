@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from typing import Any
 
 import torch
@@ -50,23 +51,25 @@ class _Block:
         pointer = ctypes.c_void_p()
         call("dc_mem_alloc", nbytes, color, ctypes.byref(pointer))
         self.address: int = pointer.value or 0
+        self.begin = self.address  # of what it is for
 
     def __del__(self) -> None:
         if getattr(self, "address", None):
             C.dc_mem_free(self.address)
 
 
-_LOCKED_BYTES = 1 << 20  # a smaller block has no pages of its own (ops/base/mem.c), and two can't lock one
-
-
 class _LockedBlock(_Block):
-    """The same, whose pages the CUDA driver has locked; where it refuses (too much is locked), as any other's."""
+    """The same, whose pages the CUDA driver has locked, and which are no other block's; where it refuses (too much is
+    locked), as any other's."""
 
     def __init__(self, nbytes: int, color: int) -> None:
-        super().__init__(nbytes, color)
+        page = mmap.PAGESIZE
+        pages = -(-nbytes // page) * page
+        super().__init__(pages + page, color)  # small blocks of the heap begin anywhere
+        self.begin = -(-self.address // page) * page
         self.locked = False
         driver: Any = torch.cuda.cudart()
-        if driver.cudaHostRegister(self.address, nbytes, 0) == driver.cudaError.success:
+        if driver.cudaHostRegister(self.begin, pages, 0) == driver.cudaError.success:
             self.locked = True
             return
         with contextlib.suppress(RuntimeError):
@@ -74,20 +77,18 @@ class _LockedBlock(_Block):
 
     def __del__(self) -> None:
         if getattr(self, "locked", False):
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[attr-defined]
+            torch.cuda.cudart().cudaHostUnregister(self.begin)  # type: ignore[attr-defined]
         super().__del__()
 
 
 def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: bool = False) -> torch.Tensor:
     """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
     that are walked together. locked: in pages that a GPU of this process reaches: copies run at the bus's rate, and
-    beside the host's work with non_blocking=True (not below 1 MiB, where copies are made through the driver's own
-    memory). Raises OutOfMemoryError before the kernel would kill."""
+    beside the host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    nbytes = numel * dtype.itemsize
-    block = (_LockedBlock if locked and nbytes >= _LOCKED_BYTES else _Block)(nbytes, color)
-    return tensor_at(block.address, numel, dtype, block)
+    block = (_LockedBlock if locked else _Block)(numel * dtype.itemsize, color)
+    return tensor_at(block.begin, numel, dtype, block)
 
 
 class Lease:

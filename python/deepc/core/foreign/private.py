@@ -227,7 +227,7 @@ NAMES = (
     ),
     Private(
         "torch.utils.data.dataloader._BaseDataLoaderIter",
-        "observe/profile/timeline: waits for data (patches.py: data-loader)",
+        "observe/profile/recording: waits for data (patches.py: data-loader)",
         "1.2",
         "the timeline has no data lane for plain DataLoaders",
     ),

@@ -1,4 +1,4 @@
-"""What a run spends its time and memory on: the flops profiler (flops/), a timeline for Perfetto (timeline.py),
+"""What a run spends its time and memory on: the flops profiler (flops/), a timeline for Perfetto (recording.py),
 DeepSpeed's wall clock timers (timers.py).
 
 Nothing here runs while it is off: it listens to an engine's events (probe.py) only while something of this is on.
@@ -15,14 +15,14 @@ from .probe import hook_calls, probe_of, run_folder, span
 
 if TYPE_CHECKING:
     from .flops import FlopsProfiler, get_model_profile
-    from .timeline import timeline
+    from .recording import timeline
     from .trace import check_trace, merge
 
 __all__ = ["FlopsProfiler", "check_trace", "get_model_profile", "hook_calls", "merge", "span", "timeline"]
 _WHERE = {
     "FlopsProfiler": "flops",
     "get_model_profile": "flops",
-    "timeline": "timeline",
+    "timeline": "recording",  # no module has the name of what is imported from it: it would take its place
     "merge": "trace",
     "check_trace": "trace",
 }
@@ -50,7 +50,7 @@ def attach(engine: Any) -> None:
     ):
         return
     if config.deepc.timeline.steps[1] > 0 or env.given("DEEPC_TIMELINE"):
-        from .timeline import AtSteps
+        from .recording import AtSteps
 
         AtSteps(probe_of(engine))
     if config.comms_logger.enabled and folder:
