@@ -265,7 +265,7 @@ class Plan:
             lines.append(
                 f"  on disk, {self.disk.folder}: {self.disk.disk_bytes / mib:.1f} MiB each rank"
                 f" ({self.disk.arrays} {self._disk_arrays()}), read and"
-                f" written once a step in cells of {self.disk.cell_elems:,} elements"
+                f" written in each step, in cells of {self.disk.cell_elems:,} elements"
             )
         if self.nodes > 1:
             lines.extend(self._describe_crossing())

@@ -101,7 +101,9 @@ class Coded(_Codes):
         """Elements [begin, begin + numel), whole blocks of a piece, where they lie."""
         piece = self.pieces[at := self._piece_of(begin)]
         size, scales = state_sizes(begin - at, self._form, piece.first)
-        return CodedPiece(piece.codes[size:], piece.scale[scales:], numel, piece.first + begin - at)
+        first = piece.first + begin - at
+        n, m = state_sizes(numel, self._form, first)
+        return CodedPiece(piece.codes[size : size + n], piece.scale[scales : scales + m], numel, first)
 
     def _whole(self, begin: int, length: int) -> CodedPiece:
         piece = self.pieces.get(begin)

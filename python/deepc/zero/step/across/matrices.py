@@ -184,11 +184,11 @@ class MatrixUpdate(AcrossUpdate):
             lows = [torch.empty(s.length, dtype=r.dtype, device=self._state.state_device) for s in segments]
             grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
             momentum = [self._part("momentum_buffer", s) for s in segments]
-            self._direct(self._groups[g], momentum, grads, lows, grad_scale, step)
+            self._step_momentum(self._groups[g], momentum, grads, lows, grad_scale, step)
             out.update(zip(segments, lows))
         return out
 
-    def _direct(
+    def _step_momentum(
         self,
         group: Mapping[str, Any],
         momentum: Sequence[Part],

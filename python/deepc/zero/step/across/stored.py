@@ -3,7 +3,7 @@ stepped and written back a window at a time, between the exchanges of matrices; 
 the exchange needs of it.
 
 A part is stepped once, whatever the disk does: what could not be written is written again before the work goes on
-(`Work`), and the ranks agree before each exchange whether all of them have come there."""
+(`Resumable`), and the ranks agree before each exchange whether all of them have come there."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from .sharers import Sharers
 Writes = list[Callable[[], None]]  # each puts values where they belong; one that has raised a DiskError is called again
 
 
-PLACES = {"momentum_buffer": "first_moment", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}  # on disk
+# State -> the tier's array that it lies in (optim/factory.py, names_on_disk).
+_ARRAYS = {"momentum_buffer": "first_moment", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 
 
-class Work:
+class Resumable:
     """Parts of an update: each reads, computes, and says what is to be written where. A part that could not be read has
     changed nothing."""
 
@@ -82,7 +83,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         sharers: Sharers | None = None,
         form: str = "",
     ) -> None:
-        self._work: Work | None = None
+        self._work: Resumable | None = None
         super().__init__(state, groups, group_of, sharers, form)
 
     def _make_arrays(self) -> None:
@@ -91,7 +92,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             super()._make_arrays()
             return
         self._at = {s: s.shard_begin for segments in self._mine.values() for s in segments}
-        for name, place in PLACES.items():
+        for name, place in _ARRAYS.items():
             self._arrays[name] = tier.arrays[place]
             if is_coded(self._form):
                 pieces = [
@@ -142,10 +143,10 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         self._lows: dict[Segment, torch.Tensor] = {}
         if self._round < len(self._rounds):
             r = self._rounds[self._round][0]
-            self._work = Work([*before, *self._directed(r)])
+            self._work = Resumable([*before, *self._directed(r)])
         else:
             rest = [(g, s) for g, of in zip(self._groups, self._rest) for s in of]
-            self._work = Work([*before, *(part for g, s in rest for part in self._stepped(g, s)), self._flush])
+            self._work = Resumable([*before, *(part for g, s in rest for part in self._stepped(g, s)), self._flush])
 
     def _flush(self) -> Writes:
         """Everything is on disk when the step is made."""
@@ -199,12 +200,12 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             group = self._groups[self._group_of[p]]
             for s in self._mine.get(p, ()):
                 self._lows[s] = torch.empty(s.length, dtype=r.dtype)
-                yield from self._of_parts(s, functools.partial(self._directed_part, s, self._lows[s], group))
+                yield from self._of_parts(s, functools.partial(self._momentum_part, s, self._lows[s], group))
 
-    def _directed_part(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Writes:
+    def _momentum_part(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Writes:
         momentum, written = self._read("momentum_buffer", s, lo, hi)
         grads = [self._gradient(s, lo, hi)]
-        self._direct(group, [momentum], grads, [lows[lo:hi]], self._scale, self._step)
+        self._step_momentum(group, [momentum], grads, [lows[lo:hi]], self._scale, self._step)
         return written
 
     def _applied(self, s: Segment, update: torch.Tensor) -> Iterator[Callable[[], Writes]]:
