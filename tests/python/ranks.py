@@ -117,6 +117,7 @@ def become(fds: Sequence[int], env: dict[str, str]) -> None:
     """A forked process gets its standard streams and its environment."""
     gc.enable()  # see preloaded.py
     gc.callbacks.clear()  # hypothesis's, of pytest's process: a Ctrl-C that met it would be lost
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     for theirs, ours in zip(fds, (0, 1, 2)):
         os.dup2(theirs, ours)
     for fd in {*fds} - {0, 1, 2}:

@@ -468,7 +468,8 @@ def backend_method(name: str, method: Callable[..., Any], device: Any, ranks: in
         if device.type == "cuda":
             import torch
 
-            work.wait()
+            if work is not None:  # NCCL's has none where the call is synchronous
+                work.wait()
             torch.cuda.synchronize(device)
             done()
         else:

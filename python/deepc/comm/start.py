@@ -291,9 +291,12 @@ def configure(
 
 
 def default_device() -> torch.device:
-    """This rank's device: the GPU of its local rank if there are GPUs, else the CPU."""
+    """This rank's device: the GPU of its local rank if there are GPUs, else the CPU. Without LOCAL_RANK the one that
+    the script has chosen (torch.cuda.set_device); the only one, where each rank sees its own."""
     if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
+        index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        if torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+            index = 0
         if index >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {index} has no GPU: this machine shows {torch.cuda.device_count()}; start fewer ranks"

@@ -83,6 +83,10 @@ def _removed(path: str, kind: str, advice: str, ok: Any = (None,), **kw: Any) ->
 _RESIDENT = (
     "on a CPU, stage-3 parameters live once per node in shared memory: nothing is gathered, prefetched or released"
 )
+IN_NODE = (
+    "a node's ranks read stage-3 parameters where its memory holds them, once; it acts where they do not"
+    " (docs/streamed.md, offload_param nvme)"
+)
 _IN_PLACE = (
     "deepc always reduces gradients where they lie, each rank reading its peers' buckets and writing only its own shard"
 )
@@ -177,7 +181,8 @@ KEYS: tuple[Key, ...] = (
         "optimizer.type",
         "str",
         None,
-        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad, SGD or Muon (deepc's), or the name of a torch.optim class.",
+        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad, SGD, Muon, OneBitAdam, OneBitLamb or ZeroOneAdam (deepc's), or"
+        " the name of a torch.optim class.",
     ),
     _active(
         "optimizer.params", "object", None, 'Arguments of the optimizer; lr, betas, eps, weight_decay may be "auto".'
@@ -417,7 +422,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         50_000_000,
         "Elements fetched ahead of use.",
-        _RESIDENT,
+        IN_NODE,
         ge=0,
         auto=True,
         alias="prefetch_bucket_size",
@@ -428,7 +433,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         100_000,
         "Smaller parameters are not partitioned.",
-        _RESIDENT,
+        IN_NODE,
         ge=0,
         auto=True,
         alias="param_persistence_threshold",
@@ -439,7 +444,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         sys.maxsize,
         "Bound on unpartitioned elements.",
-        _RESIDENT,
+        IN_NODE,
         ge=0,
         auto=True,
         alias="model_persistence_threshold",
@@ -450,7 +455,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         1_000_000_000,
         "Elements gathered at a time.",
-        _RESIDENT,
+        IN_NODE,
         ge=0,
         auto=True,
         alias="max_live_parameters",
@@ -461,7 +466,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         1_000_000_000,
         "Keep what is used again within this.",
-        _RESIDENT,
+        IN_NODE,
         ge=0,
         auto=True,
         alias="max_reuse_distance",
@@ -1232,8 +1237,8 @@ DIFFERS: dict[str, str] = {
     "data_types.grad_accum_dtype": "null is fp32 here, and the model's dtype in DeepSpeed.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (
-        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad and SGD are deepc's kernels; any class of torch.optim works, the"
-        " elementwise ones under every ZeRO stage."
+        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad, SGD and Muon are deepc's kernels; any class of torch.optim works,"
+        " the elementwise ones under every ZeRO stage."
     ),
 }
 """Where a key that is used does something else than in DeepSpeed, in a sentence."""

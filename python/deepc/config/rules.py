@@ -17,6 +17,7 @@ from .curriculum import CurriculumScheduler
 from .keys import (
     ANY,
     AUTO_SCHEDULER_PARAMS,
+    IN_NODE,
     KEYS,
     LATER_OPTIMIZERS,
     OPTIMIZER_PARAMS,
@@ -349,7 +350,9 @@ class Loader:
                     self.inert.append(InertKey(key, self.values[key], reason))
 
         section = "zero_optimization.offload_param"
-        if self.get(f"{section}.device") != "nvme":
+        if self.get(f"{section}.device") == "nvme":  # they act there, on every device
+            self.inert = [row for row in self.inert if row.reason != IN_NODE]
+        else:
             for key in (f"{section}.nvme_path", f"{section}.max_in_cpu"):
                 if self.values.get(key) is not None:
                     reason = 'it is about parameters on disk (offload_param.device "nvme")'

@@ -193,9 +193,18 @@ class EngineBase(ModelWrapper):
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
     def require_states(self, call: str) -> None:
-        """DeepcError while offload_states has states of a GPU in host memory."""
+        """DeepcError while offload_states has states of a GPU in host memory, or the model has an average's values."""
         if self.parked is not None:
             raise DeepcError(f"engine.{call}(): {AWAY}")
+        for label, average in self.averages.items():
+            if average.inside:
+                raise DeepcError(
+                    f"engine.{call}() inside of applied() of average '{label}': the model has its values, which would"
+                    " be taken for the weights; leave the context first (save_16bit_model writes the average)"
+                )
+
+    def forget_batches(self) -> None:
+        """The loader of training_data is somewhere else: who has begun to read it begins again."""
 
     def require_alive(self, call: str) -> None:
         """MisuseError if the engine was destroyed."""

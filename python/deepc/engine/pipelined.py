@@ -59,7 +59,8 @@ class PipelineEngine(Engine):
         hops = Hops(column, functools.partial(lost, self.everyone))
         self._stages = Stages(self.part, column, place.pp, hops)
         self._indices = {id(p): i for i, p in enumerate(self.state.trained)}
-        self._endless: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None  # set_dataiterator's
+        self._endless: Iterator[Any] | None = None  # over the loader
         self._outputs: list[Any] | None = None  # of the last layer, where an evaluation wants them beside the loss
         self._refuse_what_is_not_there()
         for p in model.parameters():  # what stands for other stages' says which dtype comes of them (rotary angles)
@@ -227,10 +228,13 @@ class PipelineEngine(Engine):
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """What batches are drawn from where train_batch gets no data_iter; begins again at its end."""
         self.training_dataloader = loader  # type: ignore[assignment]  # DeepSpeed's name: anything that iterates
-        self._endless = None
+        self._iterator = self._endless = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        self._endless = iterator
+        self._iterator = iterator
+
+    def forget_batches(self) -> None:
+        self._endless = None
 
     def _draw_together(self, data_iter: Iterator[Any] | None, count: int, trains: bool) -> list[Any]:
         """_draw on all ranks, or an error on all: ranks that began a batch would wait for those that did not.
@@ -286,6 +290,8 @@ class PipelineEngine(Engine):
         """`count` micro-batches, Nones on a rank that reads none."""
         if not (self.part.wants_batch or self.is_first_stage() or self.is_last_stage()):
             return [None] * count
+        if data_iter is None:
+            data_iter = self._iterator
         if data_iter is None:
             if self._endless is None:
                 if self.training_dataloader is None:

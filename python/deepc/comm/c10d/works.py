@@ -339,9 +339,10 @@ class Messages:
 class Several(dist.Work):
     """The Work of several that were started together."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        """None: what NCCL gives for a synchronous call."""
         super().__init__()
-        self._works = works
+        self._works = [work for work in works if work is not None]
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:

@@ -385,6 +385,7 @@ class DeepSpeedEngine(Engine):
             raise ArgumentError("batch sizes can be changed between two optimizer steps, not inside an accumulation")
         given: dict[str, Any] = {**sizes}
         self._config = dataclasses.replace(self._config, **given)
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # where whole steps end from now on
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the average gradient of the last step; inf if it was skipped, as in DeepSpeed."""

@@ -131,6 +131,8 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
+    if device == torch.device("cuda") and torch.cuda.is_available():
+        device = comm.default_device()
     if device.type == "cuda" and not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None else "sees no GPU (nvidia-smi says more)"
         raise ArgumentError(

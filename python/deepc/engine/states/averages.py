@@ -70,7 +70,7 @@ class EMA:
         self.engine, self.decay, self.label, self.updates = engine, decay, label, 0
         self._seen = -1  # applied steps at the last update; reset() sets it
         self._flat: torch.Tensor | None = None  # of the module: [total], node-shared at stage 3
-        self._inside = False
+        self.inside = False
         self._module: torch.nn.Module | None = None
         self._values: torch.Tensor | None = None  # [owned] fp32; None: the module's own memory is the average
         if as_module:
@@ -154,7 +154,7 @@ class EMA:
         return self.engine.global_steps - self.engine.skipped_steps
 
     def _outside(self, what: str) -> None:
-        if self._inside:
+        if self.inside:
             raise DeepcError(
                 f"{what} of average '{self.label}' inside its applied(): the model holds the average now. Call it after"
                 " the context"
@@ -190,7 +190,7 @@ class EMA:
         engine.guard.refuse_writes()
         engine.guard.take_in_writes()
         self._swap()
-        self._inside = True
+        self.inside = True
         engine.hooks.blocked = (
             f"the model has the values of the average '{self.label}' (EMA.applied), and training would change that "
             "instead of the "
@@ -200,7 +200,7 @@ class EMA:
             yield
         finally:
             engine.hooks.blocked = ""
-            self._inside = False
+            self.inside = False
             self._swap()
 
     @torch.no_grad()

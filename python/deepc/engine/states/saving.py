@@ -7,6 +7,7 @@ all, and all raise."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -122,6 +123,8 @@ def save(
         raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
     if engine.broken_step:
         raise CheckpointError(f"save_checkpoint: {engine.broken_step}")
+    engine.guard.refuse_writes()
+    _take_in_writes(engine)
     encode_client_state(client_state)  # refuse what can't be saved before a byte is written
     if engine.hooks.accumulated or engine.hooks.open:
         logger.warning(
@@ -284,6 +287,9 @@ def load(
         logger.warning("no checkpoint in %s: nothing was loaded", directory)
         return None, {}
     engine.group.barrier()  # nobody reads the old values any more: a forward elsewhere, initialize
+    if not engine.broken_step:
+        with contextlib.suppress(DiskError):  # loading is the way out
+            engine.guard.take_in_writes()  # of what the checkpoint lacks; memory that a script replaced is ours again
     if optimizer_states and engine.auto_precision is not None:
         _take_precision(engine, directory, tag)
     failure: Exception | None = None
@@ -311,7 +317,8 @@ def load(
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.step_is_whole()
     engine.broken_pass = False
-    engine.hooks.reset()
+    engine.hooks.discard()
+    engine.step_policy.discard()
     engine.skips.applied()
     _publish(engine)
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
@@ -324,6 +331,20 @@ def load(
         set_rng_state(own["rng"])
     engine.everyone.barrier()
     return result
+
+
+def _take_in_writes(engine: EngineBase) -> None:
+    """What a script has written since the last step is saved, as the next step would take it in. Collective, where
+    something lies on disk."""
+    failure: Exception | None = None
+    try:
+        engine.guard.take_in_writes()
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    if engine.plan.updates_on_disk:
+        together(engine, "taking in what a script has written", failure)
+    elif failure is not None:
+        raise failure
 
 
 def _publish(engine: EngineBase) -> None:
@@ -355,6 +376,7 @@ def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
     """The loader of training_data goes on where it was."""
     if saved is not None and engine.training_dataloader is not None:
         say(engine, engine.training_dataloader.load_state_dict(saved))
+        engine.forget_batches()
 
 
 def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None:

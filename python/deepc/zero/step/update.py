@@ -736,6 +736,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if isinstance(self._across, MomentumUpdate):
+            raise UnsupportedError(
+                f"optimizer.load_state_dict of {type(self.base).__name__} does not exist: its phase and the errors that"
+                " ranks carry on are not in it; use engine.load_checkpoint"
+            )
         self.load_hyper_state(state_dict["hyper"])
         self.prepare_states(sorted({k.split("/", 1)[0] for k in state_dict["owned"]}))
         for n, s, window in self.owned_states():
