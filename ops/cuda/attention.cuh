@@ -628,8 +628,8 @@ template <class T> DC_GPU void att_put(typename T::stored *row, int column, int 
   for (int k = 0; k < 2; k++)
     if (column + k < dim) row[column + k] = two[k];
 }
-// A result's columns from `first` on, times by[row / 8]. A unit that has met no run of the other side still has copies of
-// its own rows under way: no block ends before they are there.
+// A result's columns from `first` on, times by[row / 8]. A unit that has met no run of the other side still has copies
+// of its own rows under way: no block ends before they are there.
 template <class T, int N, bool TURNED>
 DC_GPU void att_give(void *p, const int64_t *stride, int64_t b, int64_t h, int count, int dim, int first,
                      const AttPlace<TURNED> &at, const float (&sum)[N][4], const float (&by)[2], bool wide) {

@@ -221,3 +221,89 @@ def _onebit(rank, world):
 
 def test_a_phase_is_not_loaded_without_its_errors():
     assert all(run_quietly(_onebit, 1))
+
+
+# ---- backwards of the script's own inside of no_sync -----------------------------------------------------------------
+def _own_backwards(rank, world, stage):
+    """In each way the same steps as engine.backward makes."""
+    import contextlib
+
+    def train(ways):
+        cfg = tiny.config(stage, micro=8 // world // 2, gas=2, clip=0)
+        cfg["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
+        import deepc
+
+        engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+        for number, way in enumerate(ways * 2):
+            x, y = (t.chunk(world)[rank].chunk(2)[number % 2] for t in tiny.make_batch(number // 2))
+            with engine.no_sync() if "kept" in way else contextlib.nullcontext():
+                loss = engine(x, y)
+                loss.backward() if "bare" in way else engine.backward(loss)
+            engine.step()
+        found = values(engine)
+        engine.destroy()
+        return found
+
+    want = train(["", ""])
+    for ways in (["kept bare", "bare"], ["kept bare", ""], ["kept", "kept bare"], ["kept bare", "kept"]):
+        for n, value in train(ways).items():
+            torch.testing.assert_close(value, want[n], rtol=1e-5, atol=1e-6, msg=lambda m, w=ways, n=n: f"{w} {n}: {m}")
+    return True
+
+
+@pytest.mark.parametrize("world, stage", [(1, 1), pytest.param(2, 3, marks=pytest.mark.full)])
+def test_own_backwards_inside_of_no_sync_are_divided_once(world, stage):
+    assert all(run_quietly(_own_backwards, world, stage))
+
+
+def _unscaled(rank, world):
+    import deepc
+
+    engine = make(1, "fp16")
+    x, y = tiny.make_batch(0, 8)
+    with engine.no_sync():
+        with pytest.raises(deepc.DeepcError, match="loss.backward.. was called without; call engine.backward"):
+            engine(x, y).backward()
+        engine.zero_grad()
+        engine.scale(engine(x, y)).backward()
+    assert not engine._scaled
+    engine.destroy()
+    return True
+
+
+def test_an_unscaled_backward_inside_of_no_sync_is_an_error():
+    assert all(run_quietly(_unscaled, 1))
+
+
+def _trunk(rank, world):
+    """Another engine's loss through this one's module, with and without no_sync there: divided once, by the other."""
+    import contextlib
+
+    import deepc
+
+    found = []
+    for quiet in (False, True):
+        torch.manual_seed(0)
+        trunk, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": 1},
+        }
+        actor, critic = (deepc.initialize(model=m, config=config)[0] for m in (trunk, head))
+        for _ in range(2):
+            with critic.no_sync() if quiet else contextlib.nullcontext():
+                critic.backward(critic(actor(torch.ones(2, 4))).sum())
+            for e in (actor, critic):
+                e.step()
+        found.append([e.full_fp32_param(p).clone() for e in (actor, critic) for p in e.module.parameters()])
+        for e in (actor, critic):
+            e.destroy()
+    assert all(torch.allclose(a, b) for a, b in zip(*found)), found
+    return True
+
+
+def test_another_engines_backward_inside_of_no_sync():
+    assert all(run_quietly(_trunk, 1))

@@ -111,7 +111,8 @@ class Engine(EngineBase):
                 if self.hooks.synchronising:
                     self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
                 else:
-                    scaled.backward(retain_graph=retain_graph)
+                    with self.hooks.running(self.loss_scale):
+                        scaled.backward(retain_graph=retain_graph)
                 told = out.detach()
                 self.step_policy.after_backward(told)
         finally:

@@ -12,6 +12,7 @@ may differ in that, so the engine asks all.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,6 +70,8 @@ class GradientHooks:
         self._failed = False
         self.blocked = ""  # why nothing may be trained now (EMA.applied)
         self._factor = self.scale = 1.0
+        self._asked = -1  # the backward that was asked last for the factor of gradients that stay
+        self._left_factor = 1.0
         self._added: set[int] = set()
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
@@ -83,20 +86,27 @@ class GradientHooks:
         return self._kept or bool(self._late)
 
     # ---- a backward --------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def running(self, scale: float) -> Iterator[None]:
+        """A backward of this engine's loss, which was multiplied by `scale`: others that it reaches see whose it is."""
+        self.scale = scale
+        before, GradientHooks._running = GradientHooks._running, self
+        try:
+            yield
+        finally:
+            GradientHooks._running = before
+
     def run(self, backward: Callable[[], None], boundary: bool, scale: float) -> None:
         """One pass around `backward()` of a loss that was multiplied by `scale`. Collective. If it raises, the pass
         stays open and everything but `discard` refuses."""
         self.check()
-        self.scale = scale
         self.begin_pass(boundary)
-        before, GradientHooks._running = GradientHooks._running, self
-        try:
-            backward()
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            GradientHooks._running = before
+        with self.running(scale):
+            try:
+                backward()
+            except BaseException:
+                self._failed = True
+                raise
         self.end_pass()
 
     @private.uncompiled
@@ -112,8 +122,30 @@ class GradientHooks:
 
     def _on_output(self, _: torch.Tensor) -> None:
         self._events.notice_backward()
-        if self.synchronising and GradientHooks._running is not self:
+        if GradientHooks._running is self:
+            return
+        if self.synchronising:
             self._close_at_end()
+        elif self.sums_in is None:  # a pipeline scales its own
+            self._ask()
+
+    def _ask(self) -> None:
+        """The factor of what a backward leaves that this engine does not run: of a loss.backward() of the script, or of
+        another engine's. Once a backward; what stays already is put aside, for autograd adds to it."""
+        if self._one_gradient or (task := private.graph_task_id()) == self._asked:
+            return
+        self._asked = task
+        _, self._left_factor = self._bare(GradientHooks._running)
+        if self._left_factor != 1.0:
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        """What no_sync has left in `.grad` waits for the next pass."""
+        self._kept = False
+        for i, p in enumerate(self._params):
+            if p.grad is not None:
+                grad, p.grad = _dense(p.grad), None
+                self._late[i] = ops.add_up(self._late.get(i), grad)
 
     def _close_at_end(self) -> None:
         if not self._queued:
@@ -135,8 +167,11 @@ class GradientHooks:
             elif self.sums_in is not None:
                 grad, p.grad = _dense(p.grad), None
                 self.bring(index, grad)
-            else:
+            elif GradientHooks._running is self or self._left_factor == 1.0:
                 self._kept = True
+            else:
+                grad, p.grad = _dense(p.grad), None
+                self._late[index] = ops.add_up(self._late.get(index), grad * self._left_factor)
 
         return hook
 
@@ -194,11 +229,7 @@ class GradientHooks:
 
     def _reduce_rest(self) -> None:
         if self._kept:
-            self._kept = False
-            for i, p in enumerate(self._params):
-                if p.grad is not None:
-                    grad, p.grad = _dense(p.grad), None
-                    self._late[i] = ops.add_up(self._late.get(i), grad)
+            self._put_aside()
         for i in [i for i in self._late if i not in self._added]:
             self._add(i, self._late.pop(i))
         self.open = False
