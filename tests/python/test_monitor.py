@@ -561,7 +561,7 @@ def test_the_steps_of_the_whole_run(tmp_path):
     engine.destroy()
 
 
-def test_peaks():
+def test_peaks(monkeypatch):
     assert (
         counts.known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
         and counts.known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
@@ -571,7 +571,9 @@ def test_peaks():
     before = torch.random.get_rng_state()
     assert counts.measured_peak(torch.float32, torch.device("cpu"), 0.001) > 1e8
     assert torch.equal(before, torch.random.get_rng_state())  # a run stays what it is
-    assert counts.job_peak(torch.float32, torch.device("cpu"), 4, 2, lambda *_: 10.0) <= 80.0
+    assert counts.job_peak(torch.float32, torch.device("cpu"), 4, 2, 8, lambda *_: 10.0) <= 80.0
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that nobody knows")
+    assert counts.job_peak(torch.bfloat16, torch.device("cuda", 0), 1, 1, 4, lambda *_: 10.0) == 40.0
 
 
 def test_the_peak_is_measured_once_and_only_for_a_line_that_is_shown(monkeypatch):

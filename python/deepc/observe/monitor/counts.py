@@ -233,13 +233,14 @@ def job_peak(
     device: torch.device,
     ranks_per_node: int,
     nodes: int,
+    ranks: int,
     measure: Callable[..., float] = measured_once,
 ) -> float:
-    """FLOP/s of all ranks together: a GPU by its name, else a measurement of this rank times the ranks that have cores
-    of their own."""
+    """FLOP/s of all `ranks` together: a GPU by its name, else a measurement of this rank times the ranks that have
+    cores of their own."""
     if device.type == "cuda":
         peak = known_peak(torch.cuda.get_device_name(device), dtype) or measure(dtype, device)
-        return peak * ranks_per_node * nodes
+        return peak * ranks  # whose nodes a group of GPUs does not tell
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     bound = cores <= threads  # to cores of its own, as the other ranks are
     at_once = ranks_per_node if bound else min(float(ranks_per_node), max(1.0, cores / threads))

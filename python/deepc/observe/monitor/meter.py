@@ -447,8 +447,9 @@ class Meter(Listener):
     def _averaged(self) -> dict[str, Any]:
         """The last step, with rates, times and waits over the steps since the last line."""
         if self._peak is None and self._now.get("tflops"):
+            engine, plan = self._engine, self._engine.plan
             self._peak = counts.job_peak(
-                self._engine.dtype, self._engine.device, self._engine.plan.ranks_per_node, self._engine.plan.nodes
+                engine.dtype, engine.device, plan.ranks_per_node, plan.nodes, engine.everyone.world
             )
         sums, record = self._sums, {**self._now, **self._ahead()}
         record.update(sums.rates(self._samples_a_step, self._peak))

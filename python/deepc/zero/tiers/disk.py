@@ -24,6 +24,8 @@ def preflight(plan: Plan) -> list[Disk]:
     """What the folders give that the plan names; raises a DiskError if what this node puts there does not fit, or
     nothing can be written. Before anything is allocated."""
     ranks, b = plan.ranks_per_node, plan.bytes
+    if plan.device_type != "cpu":  # whose groups don't know which ranks share a host
+        ranks = max(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     files = [(plan.parameters_on, b["params_disk"], 1), (plan.gradients_on, b["grads_disk"], ranks)]
     if plan.disk is not None:
         files.append((plan.disk.folder, plan.disk.disk_bytes, ranks))
