@@ -281,6 +281,7 @@ def _failing(rank, world, make, sizes, config, inside, folder):
             engine.step()
             losses.append(step(engine, data))
         weights = {n: t.clone() for n, t in engine.module_state_dict().items()}
+        torch.distributed.barrier()  # who breaks a pass off breaks all groups, also for who still gathers weights
         batch = next(data)
         call = engine if isinstance(batch, tuple) else lambda *_: engine(**batch)
         try:
