@@ -624,19 +624,23 @@ def _no_folder(rank, world, cfg):
     return None
 
 
-def test_what_does_not_fit_on_the_disk_is_said_before_it_is_made(tmp_path):
+def test_what_does_not_fit_on_the_disk_is_said_before_it_is_made(tmp_path, monkeypatch):
     from deepc import offload
     from deepc.errors import DiskFullError
     from deepc.zero.tiers import disk
 
     class Plan:
-        ranks_per_node, disk = 4, None
+        ranks_per_node, disk, device_type = 4, None, "cpu"
         parameters_on = gradients_on = str(tmp_path)
 
     free = offload.check(tmp_path).free_bytes
     Plan.bytes = {"params_disk": free // 8, "grads_disk": free // 8}
     assert len(disk.preflight(Plan)) == 1
     Plan.bytes = {"params_disk": free // 2, "grads_disk": free // 4}
+    with pytest.raises(DiskFullError, match="ranks \\(4\\) need"):
+        disk.preflight(Plan)
+    Plan.device_type, Plan.ranks_per_node = "cuda", 1  # a group of GPUs does not know who shares its host
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(DiskFullError, match="ranks \\(4\\) need"):
         disk.preflight(Plan)
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from ranks import run_quietly
+from ranks import for_this_job, run_quietly
 
 
 def make(stage, precision="fp32", gas=1, world=1, **extra):
@@ -201,6 +201,11 @@ def _average(rank, world, folder):
     engine.load_checkpoint(folder)
     same(values(engine), want)
     engine.destroy()
+    other, said = make(1, "bf16"), []
+    for_this_job(deepc.engine.states.saving.logger, "warning", lambda text, *more: said.append(text % more))
+    other.load_checkpoint(folder)
+    assert any("has the average 'ema', and this engine has none" in text for text in said), said
+    other.destroy()
     return True
 
 

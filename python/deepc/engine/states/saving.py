@@ -325,8 +325,15 @@ def load(
     engine.step_policy.loaded()
     if optimizer_states and engine.resumes_data:
         _resume_data(engine, state["engine"].get("data"))
+    saved_averages = state["engine"].get("averages", {})
     for label, average in engine.averages.items():
-        average.loaded(state["engine"].get("averages", {}).get(label, 0))
+        average.loaded(saved_averages.get(label, 0))
+    if lost := sorted(set(saved_averages) - set(engine.averages)):
+        logger.warning(
+            "the checkpoint has the average '%s', and this engine has none of that label: make it before"
+            " load_checkpoint (deepc.EMA(engine, ...)), else it begins with the weights",
+            lost[0],
+        )
     if own is not None:
         set_rng_state(own["rng"])
     engine.everyone.barrier()
