@@ -193,9 +193,13 @@ class EngineBase(ModelWrapper):
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
     def require_states(self, call: str) -> None:
-        """DeepcError while offload_states has states of a GPU in host memory, or the model has an average's values."""
+        """DeepcError while offload_states has states of a GPU in host memory."""
         if self.parked is not None:
             raise DeepcError(f"engine.{call}(): {AWAY}")
+
+    def require_weights(self, call: str) -> None:
+        """The same, and while the model has an average's values (EMA.applied)."""
+        self.require_states(call)
         for label, average in self.averages.items():
             if average.inside:
                 raise DeepcError(

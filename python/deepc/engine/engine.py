@@ -395,7 +395,7 @@ class Engine(EngineBase):
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count.
         Collective."""
-        self.require_states("load_module_state_dict")
+        self.require_weights("load_module_state_dict")
         access.load_module_state_dict(self, state_dict, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -442,7 +442,7 @@ class Engine(EngineBase):
         from .states.saving import save
 
         self.require_alive("save_checkpoint")
-        self.require_states("save_checkpoint")
+        self.require_weights("save_checkpoint")
 
         if not save_dir:
             raise ArgumentError(
@@ -468,7 +468,7 @@ class Engine(EngineBase):
         from .states.saving import load
 
         self.require_alive("load_checkpoint")
-        self.require_states("load_checkpoint")
+        self.require_weights("load_checkpoint")
 
         if custom_load_fn is not None:
             raise UnsupportedError(
