@@ -105,10 +105,14 @@ class MatrixUpdate(AcrossUpdate):
         for segments in self._mine.values():
             for s in segments:
                 kind = self.is_matrix(s.param)
-                stretches[kind].append((ends[kind], s.length, stretch_of(self._state.plan.layout, s).first))
+                stretches[kind].append((ends[kind], s.length, self._first(s)))
                 self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
         for name, kind, place in (("momentum_buffer", True, "exp_avg"), *((n, False, n) for n in MOMENTS)):
             self._arrays[name] = self._new_array(name, ends[kind], stretches[kind], place)
+
+    def _first(self, s: Segment) -> int:
+        """The number of a segment's first element in the flat space of all ranks."""
+        return stretch_of(self._state.plan.layout, s).first
 
     def _new_array(self, name: str, n: int, stretches: Sequence[tuple[int, int, int]], place: str) -> Array:
         state = self._state
@@ -335,7 +339,7 @@ class MatrixUpdate(AcrossUpdate):
             torch.ops.deepc.step_adamw(params, grads, m, v, [], lowps, *scalars, grad_scale, step, True)
 
     def _part(self, name: str, s: Segment) -> Part:
-        array, at, first = self._arrays[name], self._at[s], stretch_of(self._state.plan.layout, s).first
+        array, at, first = self._arrays[name], self._at[s], self._first(s)
         if isinstance(array, Coded):
             piece = array.pieces[at]
             return Part(piece.codes, [piece.scale], first)

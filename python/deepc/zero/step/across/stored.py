@@ -21,7 +21,6 @@ from ...state import Addressed, ModelState
 from ...tiers.agree import together
 from ...tiers.coded import Coded, CodedOnDisk
 from ...tiers.windows import PART, Window
-from .base import stretch_of
 from .matrices import MatrixUpdate, Part, Round
 from .sharers import Sharers
 
@@ -99,9 +98,6 @@ class MatrixUpdateOnDisk(MatrixUpdate):
                     (at, s.length, self._first(s)) for s, at in self._at.items() if name in self.names_of(s.param)
                 ]
                 self._arrays[name] = CodedOnDisk(tier.stream, name, self._form, pieces, place)
-
-    def _first(self, s: Segment) -> int:
-        return stretch_of(self._state.plan.layout, s).first
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def update(self, grad_scale: float, step: int) -> None:
