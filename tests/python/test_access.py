@@ -571,6 +571,35 @@ def _as_deepspeed(rank, world):
     return compared
 
 
+def _replaced(rank, world, stage, precision):
+    """What a script has put in the place of a parameter's memory is read and written as what it wrote in place."""
+    import deepc
+
+    engine = deepc.initialize(
+        model=tiny.make_model(), config=tiny.config(stage, micro=8 // world, precision=precision)
+    )[0]
+    p, q = engine.module.ln.weight, engine.module.ln.bias
+    p.data, q.data = torch.full_like(p, 0.75), torch.full_like(q, 0.5)
+    v = deepc.view(p)
+    assert (v.value == 0.75).all() and (v.fp32 == 0.75).all() and (v.local.fp32 == 0.75).all()
+    q.data = torch.full_like(q, 0.25)
+    deepc.view(q).fp32 = torch.full(q.shape, 2.0)
+    assert (q == 2).all() and (deepc.view(q).fp32 == 2).all()
+    x, y = (t.chunk(world)[rank] for t in tiny.make_batch(0))
+    engine.backward(engine(x, y))
+    engine.step()
+    for now, was in ((p, 0.75), (q, 2.0)):
+        assert 0 < float((deepc.view(now).fp32 - was).abs().max()) < 0.01
+        assert float((now.detach().float() - was).abs().max()) < 0.02
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("world, stage, precision", [(2, 1, "bf16"), (1, 0, "fp32")])
+def test_memory_that_a_script_replaced_is_seen(world, stage, precision):
+    assert all(run_ranks(_replaced, world, stage, precision))
+
+
 def test_functions_return_what_deepspeeds_return():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: safe_* are not compared with its own")
     assert min(run_ranks(_as_deepspeed, 2, backend="gloo", fresh=True)) > 10_000

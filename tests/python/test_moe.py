@@ -305,6 +305,51 @@ def test_a_checkpoint_knows_no_ranks_of_experts(before, after, tmp_path):
         same_values(found, wanted)
 
 
+class Counting(nn.Module):
+    """An expert that knows how many tokens it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += x.shape[0]
+        self.calls += 1
+        return self.linear(x)
+
+
+def counted(rank, world, ep, folder, load):
+    """{buffer of an expert, by its number among all: value}, saved or loaded."""
+    import deepc
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), MoE(HIDDEN, Counting(), EXPERTS, ep_size=ep, k=1, use_rts=False))
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine = deepc.initialize(model=model, config=config)[0]
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        out, l_aux, _ = engine(samples(0)[0].chunk(world)[rank])
+        engine.backward(out.square().mean() + l_aux)
+        engine.step()
+        engine.save_checkpoint(folder)
+    own = EXPERTS // ep
+    experts = model[1].deepspeed_moe.experts.deepspeed_experts
+    found = {f"{n} of {i + rank % ep * own}": t.item() for i, e in enumerate(experts) for n, t in e.named_buffers()}
+    engine.destroy()
+    return found
+
+
+def test_buffers_of_spread_experts_are_each_ones_own(tmp_path):
+    first, second = run_ranks(counted, 2, 2, str(tmp_path), False)
+    assert len(first) == len(second) == 4 and not first.keys() & second.keys()
+    assert first["seen of 0"] + first["seen of 1"] != second["seen of 2"] + second["seen of 3"]  # it shows
+    assert run_ranks(counted, 1, 1, str(tmp_path), True) == [{**first, **second}]
+    assert run_ranks(counted, 2, 2, str(tmp_path), True) == [first, second]
+
+
 def test_a_recomputed_layer_keeps_the_results_of_its_forward():
     """Its load-balance loss is the one that counts: not what backward computes again, which nothing holds then."""
     from torch.utils.checkpoint import checkpoint

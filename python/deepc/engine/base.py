@@ -148,7 +148,7 @@ class EngineBase(ModelWrapper):
     copy = 0  # which of several copies of all states this rank has a part of
     parts: Parts | None  # of the model, where the ranks hold different ones
     cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
-    spread: frozenset[int]  # ids of the parameters of experts that are spread over ranks
+    spread: frozenset[int]  # ids of the parameters and buffers of experts that are spread over ranks
     shared_gradients: SharedGradients | None  # over the ranks that share the experts; None: nothing is spread
     world_size: int  # of `group`, as the next two
     global_rank: int

@@ -3,7 +3,7 @@ memory which the node's ranks share, before it each rank's own replica."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -138,14 +138,15 @@ class ResidentState(ModelState):
         return True
 
     # ---- memory that users replace -----------------------------------------------------------------------------------
-    def _replaced(self) -> set[int]:
+    def _replaced(self, among: Iterable[int] | None = None) -> set[int]:
         if self.flat.data_ptr() != self._flat_at:
             raise UnsupportedError(
                 "the memory of the parameters was moved under the engine: by model.share_memory(), or by sending the"
                 " model or one of its tensors through torch.multiprocessing. Send copies: {name: t.clone() for name, t"
                 " in model.state_dict().items()}"
             )
-        return {i for i, (p, at) in enumerate(zip(self.trained, self._addresses)) if p.data_ptr() != at}
+        indices = range(len(self.trained)) if among is None else among
+        return {i for i in indices if self.trained[i].data_ptr() != self._addresses[i]}
 
     @torch.no_grad()
     def take_in_replaced(self) -> None:

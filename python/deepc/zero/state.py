@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -317,7 +317,12 @@ class ModelState:
         replaced = self._replaced()
         return [i for i, p in enumerate(self.trained) if version_of(p) != self.versions[i] or i in replaced]
 
-    def _replaced(self) -> set[int]:
+    def was_written(self, index: int) -> bool:
+        """Whether parameter `index` is one of these."""
+        return version_of(self.trained[index]) != self.versions[index] or bool(self._replaced([index]))
+
+    def _replaced(self, among: Iterable[int] | None = None) -> set[int]:
+        """Indices of those (of `among`) whose memory was replaced."""
         raise NotImplementedError
 
     def take_in_replaced(self) -> None:

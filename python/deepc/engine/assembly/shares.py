@@ -26,7 +26,7 @@ from ...parallel.expert.spread import (
     one_size,
     ranks_of_experts,
     refuse_experts,
-    spread_parameters,
+    spread_tensors,
 )
 from ...parallel.judged import Parts
 from ...parallel.mpu import compare_again
@@ -179,7 +179,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
     module, whole = engine.module, engine.part is None or isinstance(engine.part, PipelineModule)
     if whole:  # else part_of has connected them, and their values are equal: before the model was cut
         mesh = _connected(engine, mesh)
-    engine.spread, engine.shared_gradients = spread_parameters(module), None
+    engine.spread, engine.shared_gradients = spread_tensors(module), None
     if mesh.ep == 1:
         return mesh
     group = expert_group(mesh)

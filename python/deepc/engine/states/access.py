@@ -267,6 +267,7 @@ class _Access:
 
     # ---- fp32 weights ------------------------------------------------------------------------------------------------
     def value(self) -> torch.Tensor:
+        self._catch_up()
         failure: DiskError | None = None
         found = torch.empty(0)
         try:
@@ -277,10 +278,10 @@ class _Access:
         return self.joined(found.clone().view(self.param.shape))
 
     def _catch_up(self) -> None:
-        """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader
-        wants it now."""
-        if self.engine.plan.stage < 3 and self.param._version != self.engine.state.versions[self.index]:
-            self.engine.state.master_from_params([self.index])
+        """Stages 0 to 2: what the user wrote into the replica counts, also by another memory; the step would make the
+        master follow, a reader wants it now."""
+        if self.engine.plan.stage < 3 and self.engine.state.was_written(self.index):
+            self.engine.guard.take_in_writes()
 
     def fp32(self) -> torch.Tensor:
         self._catch_up()
@@ -307,6 +308,7 @@ class _Access:
     def _write_fp32(self, write: Callable[[], None]) -> None:
         engine = self.engine
         engine.guard.verify()
+        self._catch_up()
         engine.group.barrier()  # nobody reads the old values any more
         self._write_together(write)
         if engine.plan.parameters_as:  # quantised blocks are made of whole shards

@@ -1,9 +1,10 @@
 """An engine's checkpoint: what is in it, under which names, and how a rank finds its part again.
 
 Logical tensors: `fp32/<parameter>` (masters, or the parameters themselves in fp32 training), `<state>/<parameter>` for
-each optimizer state, `average.<label>/<parameter>` for each deepc.EMA, `frozen/<parameter>`, `buffer/<name>`. Each is
-recorded by name, shape and offset, so any number of ranks and any stage can read it. A failure on one rank is told to
-all, and all raise."""
+each optimizer state, `scalar.<state>/<parameter>` for one that is a number per parameter (a step count, where it is not
+that of all), `average.<label>/<parameter>` for each deepc.EMA, `frozen/<parameter>`, `buffer/<name>`. Each is recorded
+by name, shape and offset, so any number of ranks and any stage can read it. A failure on one rank is told to all, and
+all raise."""
 
 from __future__ import annotations
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256
+_SCALAR = "scalar."  # begins the kind of a state that is a number per parameter
+_AVERAGE = "average."  # that of a deepc.EMA
 _TAG_BYTES = 256  # more than a file's name may have
 
 
@@ -199,11 +202,15 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
             add("fp32", s, _source(st.window(s) if st.master is not None else Window(st.flat, s.flat_begin, s.length)))
         for name, s, window in engine.optimizer.owned_states():
             add(name, s, _source(window))
+        here = {s.param for s in plan.segments if s.param_begin == 0}
+        for name, i, value in engine.optimizer.scalar_states():
+            if i in here and at.tp == 0 and engine.answers_for(st.trained[i]):  # cut parameters have one as well
+                writer.add(f"{_SCALAR}{name}/{names[i]}", torch.tensor([value], dtype=torch.float64), shape=(1,))
         for name, i, whole in engine.optimizer.whole_states() if mine else ():
             if at.tp == 0 and engine.answers_for(st.trained[i]):  # cut parameters have one whole state as well
                 writer.add(f"{name}/{names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
-            add(f"average.{label}", s, _host(view))
+            add(f"{_AVERAGE}{label}", s, _host(view))
     for part in engine.optimizer.own_states():
         shape = tuple(st.trained[part.param].shape)
         writer.add(f"{part.name}/{names[part.param]}", _host(part.values), shape=shape, begin=part.begin)
@@ -215,10 +222,10 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
                 writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
-        stage = engine.part
-        for name, b in _buffers(engine.module):
-            if stage is None or stage.has_buffer(name):
-                writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+    stage = engine.part
+    for name, b in _buffers(engine.module) if mine and at.tp == 0 else ():
+        if (at.ep == 0 or id(b) in engine.spread) and (stage is None or stage.has_buffer(name)):
+            writer.add(f"buffer/{name_among_all(name, engine.module)}", _host(b), shape=b.shape)
 
 
 def _names(engine: EngineBase) -> list[str]:
@@ -259,7 +266,6 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "optimizer": engine.optimizer.hyper_state(),
-        "torch_states": engine.optimizer.torch_state_names(),
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
         "precision": engine.auto_precision.state_dict() if engine.auto_precision is not None else None,
         "lr_scheduler": (
@@ -294,6 +300,7 @@ def load(
         _take_precision(engine, directory, tag)
     failure: Exception | None = None
     result: tuple[str | None, dict[str, Any]] = (None, {})
+    scalars: list[tuple[str, int, float]] = []
     try:
         with CheckpointReader(directory, tag) as reader:
             state = reader.client_state()
@@ -301,14 +308,14 @@ def load(
                 raise CheckpointError(f"checkpoint {reader.path} was not written by engine.save_checkpoint")
             _check_names(engine, reader, strict)
             if optimizer_states:
-                engine.optimizer.prepare_states(state["engine"]["torch_states"])
-                _check_states(engine, reader)
+                _check_states(engine, reader, state["engine"]["optimizer"])
             _begin_anew(engine, strict and optimizer_states)
             _load_parameters(engine, reader)
             _load_averages(engine, reader)
             if optimizer_states:
                 _load_states(engine, reader)
                 _load_own(engine, reader, state["engine"]["optimizer"])
+                scalars = _scalars(engine, reader)
             result = (reader.path, state["client"])
             same = state["engine"].get("mesh", [1, reader.world_size, 1, 1]) == list(engine.mesh.shape)
             own = reader.rank_state(engine.everyone.rank) if same else None
@@ -321,7 +328,7 @@ def load(
     engine.step_policy.discard()
     engine.skips.applied()
     _publish(engine)
-    _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    _load_engine_state(engine, state["engine"], scalars, optimizer_states, lr_scheduler_states)
     engine.step_policy.loaded()
     if optimizer_states and engine.resumes_data:
         _resume_data(engine, state["engine"].get("data"))
@@ -435,9 +442,21 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
             )
 
 
-def _check_states(engine: EngineBase, reader: CheckpointReader) -> None:
+def _check_states(engine: EngineBase, reader: CheckpointReader, saved: dict[str, Any]) -> None:
+    """CheckpointError unless there is what the optimizer wants; one of torch's gets the states that there are."""
     optimizer = engine.optimizer
     names = _names(engine)
+    if not optimizer.core:
+        mine, theirs = type(optimizer.base).__name__, saved["type"]
+        if mine != theirs:
+            raise CheckpointError(
+                f"checkpoint {reader.path} was saved with {theirs}, whose states are not those of {mine}; pass"
+                " load_optimizer_states=False"
+            )
+        kinds = sorted({full.partition("/")[0] for full in reader.tensors} - {"fp32", "frozen", "buffer"})
+        kinds = [kind for kind in kinds if not kind.startswith((_SCALAR, _AVERAGE))]
+        optimizer.prepare_states(lambda i: [kind for kind in kinds if f"{kind}/{names[i]}" in reader.tensors])
+        return
     found = [*((n, s.param) for n, s, _ in optimizer.owned_states()), *((n, i) for n, i, _ in optimizer.whole_states())]
     for name, i in found:
         if f"{name}/{names[i]}" not in reader.tensors:
@@ -495,7 +514,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
             value = torch.empty(p.numel(), dtype=p.dtype)
             _read(reader, source, value, place=_Place.of(engine, p))
             st.set_frozen(p, value.view(p.shape))
-    for name, b in _buffers(engine.module):
+    for name, b in ((name_among_all(n, engine.module), b) for n, b in _buffers(engine.module)):
         if f"buffer/{name}" in reader.tensors:
             value = torch.empty(b.numel(), dtype=b.dtype)
             _read(reader, f"buffer/{name}", value)
@@ -507,7 +526,7 @@ def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
     """Averages that the checkpoint does not have begin as the weights that it has."""
     names = _names(engine)
     for label, s, view in _averages(engine):
-        source = f"average.{label}/{names[s.param]}"
+        source = f"{_AVERAGE}{label}/{names[s.param]}"
         if source in reader.tensors:
             _read(reader, source, view, s.param_begin, _Place.of(engine, engine.state.trained[s.param]))
         else:
@@ -523,6 +542,19 @@ def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
         _read(reader, f"{name}/{names[i]}", whole.view(-1))
 
 
+def _scalars(engine: EngineBase, reader: CheckpointReader) -> list[tuple[str, int, float]]:
+    """(state name, parameter, value) of states that are a number per parameter."""
+    index = {name: i for i, name in enumerate(_names(engine))}
+    found = []
+    for full in reader.tensors:
+        kind, _, name = full.partition("/")
+        if kind.startswith(_SCALAR) and name in index:
+            value = torch.empty(1, dtype=torch.float64)
+            _read(reader, full, value)
+            found.append((kind.removeprefix(_SCALAR), index[name], value.item()))
+    return found
+
+
 def _load_own(engine: EngineBase, reader: CheckpointReader, saved: dict[str, Any]) -> None:
     """What differs between ranks."""
     names = _names(engine)
@@ -534,7 +566,11 @@ def _load_own(engine: EngineBase, reader: CheckpointReader, saved: dict[str, Any
 
 
 def _load_engine_state(
-    engine: EngineBase, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool
+    engine: EngineBase,
+    saved: dict[str, Any],
+    scalars: list[tuple[str, int, float]],
+    optimizer_states: bool,
+    lr_scheduler_states: bool,
 ) -> None:
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
@@ -542,7 +578,7 @@ def _load_engine_state(
     if saved["world_size"] != engine.everyone.world or engine.micro_steps % engine.gradient_accumulation_steps():
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if optimizer_states:
-        engine.optimizer.load_hyper_state(saved["optimizer"])
+        engine.optimizer.load_hyper_state(saved["optimizer"], scalars)
         if engine.scaler is not None and saved["scaler"] is not None:
             engine.scaler.load_state_dict(saved["scaler"])
             engine.optimizer.loss_scale = engine.scaler.loss_scale

@@ -46,10 +46,10 @@ def refuse_experts(model: torch.nn.Module, size: int, device: torch.device) -> N
         raise UnsupportedError(f"MoE: ep_size = {size} under zero.Init does not exist; make the model without it")
 
 
-def spread_parameters(model: torch.nn.Module) -> frozenset[int]:
-    """ids of the parameters of experts that are spread over ranks."""
-    layers = [m for m in model.modules() if isinstance(m, MoE) and m.ep_size > 1]
-    return frozenset(id(p) for m in layers for p in m.deepspeed_moe.experts.parameters())
+def spread_tensors(model: torch.nn.Module) -> frozenset[int]:
+    """ids of the parameters and buffers of experts that are spread over ranks."""
+    experts = [m.deepspeed_moe.experts for m in model.modules() if isinstance(m, MoE) and m.ep_size > 1]
+    return frozenset(id(t) for e in experts for t in (*e.parameters(), *e.buffers()))
 
 
 def connected(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> Mesh:
@@ -140,7 +140,7 @@ def shared_gradients(model: torch.nn.Module, config: Config) -> SharedGradients 
     """Of a model whose experts are spread and connected; None of others."""
     if (group := group_of_experts(model)) is None:
         return None
-    return SharedGradients(spread_parameters(model), group, config)
+    return SharedGradients(spread_tensors(model), group, config)
 
 
 class SharedGradients:

@@ -19,7 +19,7 @@ from ...plan.predict.estimate.case import Divided, numel_trained
 from ...plan.predict.estimate.figures import MemoryEstimate
 from ..axes import without_values
 from ..expert.group import ExpertGroup, mesh_with_experts
-from ..expert.spread import connect, ranks_of_experts, refuse_experts, shared_gradients, spread_parameters
+from ..expert.spread import connect, ranks_of_experts, refuse_experts, shared_gradients, spread_tensors
 from ..pipeline.layers import PipelineModule
 from ..tensor.cut import cuts_of
 from ..tensor.group import TensorGroup
@@ -77,7 +77,7 @@ def divide(model: torch.nn.Module, config: Config, replicas: int) -> Divided:
         cut_model(model, OnPaper(0, ranks), dataclasses.asdict(config.tensor_parallel))
     if experts > 1:
         mesh_with_experts(Mesh(dp=replicas), experts)
-        spread = spread_parameters(model)
+        spread = spread_tensors(model)
         parameters += (experts - 1) * sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) in spread)
         connect(model, ExpertsOnPaper(experts))
         if (config.pipeline.stages or 1) == 1 and (shared := shared_gradients(model, config)) is not None:

@@ -41,7 +41,7 @@ from ..tiers.disk import DiskTier
 from ..tiers.parked import AWAY
 from ..tiers.split import Split
 from ..tiers.windows import Array, Window
-from .across.base import stretch_of
+from .across.base import StepCounts, stretch_of
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
@@ -62,11 +62,18 @@ ACROSS: dict[int, type[MatrixUpdate] | type[FactoredUpdate] | type[MomentumUpdat
 }
 
 
-class Run(NamedTuple):
-    """A stretch of this rank's share that belongs to one param group: `n` elements from `flat` of the flat space and
-    `own` of the share on."""
+class Kind(NamedTuple):
+    """What parameters that are stepped alike have in common: their param group, and how many updates left them out."""
 
     group: int
+    missed: int
+
+
+class Run(NamedTuple):
+    """A stretch of this rank's share that belongs to one kind (its index): `n` elements from `flat` of the flat space
+    and `own` of the share on."""
+
+    kind: int
     flat: int
     own: int
     n: int
@@ -94,8 +101,16 @@ def within(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
         if r.own >= end:
             break
         lo, hi = max(r.own, begin), min(r.own + r.n, end)
-        cut.append(Run(r.group, r.flat + lo - r.own, lo, hi - lo))
+        cut.append(Run(r.kind, r.flat + lo - r.own, lo, hi - lo))
     return cut
+
+
+class KindStep(NamedTuple):
+    """What one step is made with, of a kind."""
+
+    scalars: Scalars
+    grad_scale: float
+    step: int
 
 
 class Home(NamedTuple):
@@ -117,7 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rule = core_rule(base)
         self.core = self.rule is not None
         self._state: ModelState  # from attach on
-        self._steps = 0
+        self._counts = StepCounts()
+        self._kinds: list[Kind] = []
         self._passes: Passes | None = None
         self._ratios: RatioUpdate | None = None  # of LAMB
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
@@ -264,8 +280,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 st, self.param_groups, self._group_of, self.states, self._left_out, self._sharers, self._core.form
             )
             return
-        groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
-        self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
+        # A parameter's count differs from the others' by what it has missed, and that stays until the next call.
+        out = self._left_out
+        alike = [None if i in out else Kind(g, self._counts.missed(i)) for i, g in enumerate(self._group_of)]
+        self._kinds = sorted({kind for kind in alike if kind is not None})
+        kinds = [-1 if kind is None else self._kinds.index(kind) for kind in alike]
+        self._runs = [Run(*r) for r in st.runs(kinds) if r[0] >= 0]
         if (cut := st.plan.host_elems) is not None:
             self._device_runs = within(self._runs, cut, st.plan.owned_elems)
             self._runs = within(self._runs, 0, cut)
@@ -273,8 +293,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             begins = range(0, st.plan.owned_elems, _PART)
             self._runs = [part for at in begins for part in within(self._runs, at, at + _PART)]
         if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
-            segments = [s for s in st.plan.segments if groups[s.param] >= 0]
-            self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
+            segments = [s for s in st.plan.segments if kinds[s.param] >= 0]
+            self._runs = [Run(kinds[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
             self._numbers = [(s.shard_begin, stretch_of(st.plan.layout, s).first) for s in segments]
         if not self._passes.in_memory:
             return  # a cell's arguments are made when it is there
@@ -290,13 +310,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes
         a.param = at("master", run.own) if lowp else st.lowp_address + 4 * run.flat
         a.grad = st.acc_address + acc_dtype.itemsize * run.own
-        for k, name in enumerate(rule.names[: rule.keeps(self.param_groups[run.group])]):
+        for k, name in enumerate(self._kept(run.kind)):
             a.state[k] = at(name, run.own)
         if lowp and direct:
             a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * run.flat, code(st.dtype)
         a.n, a.rule = run.n, rule.kind
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
+
+    def _kept(self, kind: int) -> tuple[str, ...]:
+        """Names of the states that parameters of a kind use."""
+        rule = self._core
+        return rule.names[: rule.keeps(self.param_groups[self._kinds[kind].group])]
 
     def _in_memory(self, name: str, own: int) -> int:
         """Where an element of the share lies, of what is in memory."""
@@ -312,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rule, out = self._core, []
         for a, r in zip(args, runs):
             self._aim(a, r, at)
-            kept = rule.names[: rule.keeps(self.param_groups[r.group])] if rule.form else ()
+            kept = self._kept(r.kind) if rule.form else ()
             if not kept:
                 continue
             begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
@@ -340,10 +365,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for s in st.plan.segments:
             source = st.piece(s)
             grad = st.acc[s.shard_begin : s.shard_begin + s.length]
-            if (
-                s.length == st.plan.layout.numels[s.param]
-            ):  # whole: keep its shape (optimizers that look at it stay right)
-                shape = st.trained[s.param].shape
+            shape = st.trained[s.param].shape
+            if s.length == st.plan.layout.numels[s.param] and shape:
+                # Whole: it keeps its shape, for optimizers that look at it. One without dimensions is a vector, so that
+                # its states are no scalars.
                 source, grad = source.view(shape), grad.view(shape)
             shard = torch.nn.Parameter(source)
             shard.grad = grad
@@ -455,7 +480,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, grad_scale: float) -> None:
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
         of the share is updated: `finish` does the rest."""
-        self._steps += 1
+        self._counts.begin(self._left_out)
         self._forget_rest()
         if self._sent is not None:
             self._sent.synchronize()  # the last step's parameters have left
@@ -464,7 +489,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_torch(grad_scale)
         elif self._across is not None:
             with self._unfinished_at(grad_scale):
-                self._across.update(grad_scale, self._steps)
+                self._across.update(grad_scale, self._counts)
             self._to_device()
         elif self._ratios is not None or self._core.form or self._state.state_device.type == "cpu":
             if self._device_runs:
@@ -510,22 +535,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What is stepped by addresses: all of the host's, and on a device what torch's operators don't take."""
         with self._unfinished_at(grad_scale):
             if self._ratios is not None:
-                self._ratios.update(grad_scale, self._steps)
+                self._ratios.update(grad_scale, self._counts)
                 self._to_device()
             else:
                 self._step_elements(grad_scale)
 
     def _step_elements(self, grad_scale: float) -> None:
-        groups = [
-            (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
-            for g in self.param_groups
-        ]
+        kinds = [self._step_of(kind, grad_scale) for kind in self._kinds]
         if self._passes is not None and not self._passes.in_memory:
-            self._update_cells(self._passes, groups)
+            self._update_cells(self._passes, kinds)
         elif self._state.flat_host is not None:
-            self._step_and_send(groups)
+            self._step_and_send(kinds)
         else:
-            self._step_runs(self._args, self._runs, groups)
+            self._step_runs(self._args, self._runs, kinds)
+
+    def _step_of(self, kind: Kind, grad_scale: float) -> KindStep:
+        g, step = self.param_groups[kind.group], self._counts.total - kind.missed
+        return KindStep(self._core.scalars(g, step), -grad_scale if g.get("maximize") else grad_scale, step)
 
     def _to_device(self) -> None:
         """Where states are offloaded: the new parameters go back to the device."""
@@ -540,13 +566,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sent = torch.cuda.Event()
         self._sent.record(torch.cuda.current_stream(self._state.device))
 
-    def _step_and_send(self, groups: Sequence[tuple[Scalars, float]]) -> None:
+    def _step_and_send(self, kinds: Sequence[KindStep]) -> None:
         """The step of offloaded states, part by part: new parameters go to the device while the next ones are made."""
         at = 0
         for _, part in itertools.groupby(self._runs, key=lambda r: r.own // _PART):
             runs = list(part)
             args = (StepArgs * len(runs)).from_buffer(self._args, at * ctypes.sizeof(StepArgs))
-            self._step_runs(args, runs, groups)
+            self._step_runs(args, runs, kinds)
             self._send(runs)
             at += len(runs)
         self._note_sent()
@@ -559,13 +585,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for begin, end in _stretches(runs):
             flat[begin:end].copy_(host[begin:end], non_blocking=True)
 
-    def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
+    def _step_runs(self, args: Any, runs: Sequence[Run], kinds: Sequence[KindStep]) -> None:
         for a, run in zip(args, runs):
-            (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[run.group]
-            a.step = self._steps
+            (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale, a.step = kinds[run.kind]
         run_on(self._state.state_device, "step", args, len(runs))
 
-    def _update_cells(self, passes: Passes, groups: Sequence[tuple[Scalars, float]]) -> None:
+    def _update_cells(self, passes: Passes, kinds: Sequence[KindStep]) -> None:
         """The same where something lies on disk. The update of an element depends on that element alone, so it may be
         cut anywhere."""
 
@@ -574,7 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             args = StepArgs.array(max(1, len(runs)))
             at = self._in_memory if cell is None else functools.partial(cast(DiskTier, passes.tier).address, cell)
             scales = self._aim_all(args, runs, at, cell)
-            self._step_runs(args, runs, groups)
+            self._step_runs(args, runs, kinds)
             for s in scales:
                 s.put()
             self._send(runs)
@@ -586,17 +611,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_device(self, grad_scale: float, stretches: Sequence[Run]) -> None:
         st, rule = self._state, self._core
         arrays = cast("dict[str, torch.Tensor]", self.states)
-        for index, g in enumerate(self.param_groups):
-            runs = [(slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in stretches if group == index]
+        for index, kind in enumerate(self._kinds):
+            runs = [(slice(flat, flat + n), slice(own, own + n)) for k, flat, own, n in stretches if k == index]
             if not runs:
                 continue
             master, lowp = cast("torch.Tensor | None", st.master), st.master is not None
             params = [st.flat[f] if master is None else master[o] for f, o in runs]
             grads, lowps = [st.acc[o] for _, o in runs], [st.flat[f] for f, _ in runs] if lowp else []
-            kept = rule.names[: rule.keeps(g)]
+            kept = self._kept(index)
             states = [[arrays[n][o] for _, o in runs] if n in kept else [] for n in rule.names]
-            s, scale = rule.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale
-            scalars = (s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, scale, self._steps)
+            s, scale, step = self._step_of(kind, grad_scale)
+            scalars = (s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, scale, step)
             if rule.kind == ADAMW:
                 top = states[2] if len(states) > 2 else []
                 decoupled = bool(s.flags & DECOUPLED)
@@ -688,47 +713,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Names of the per-element states of a torch optimizer (empty for the C path)."""
         return [] if self.core else sorted({n for n, _, _ in self.owned_states()})
 
-    def prepare_states(self, names: list[str]) -> None:
-        """Before loading into a fresh torch optimizer: creates its per-element states, zeroed."""
+    def prepare_states(self, has: Callable[[int], Sequence[str]]) -> None:
+        """Before loading into a torch optimizer: creates its per-element states, zeroed. has(parameter): names of those
+        that there are to load; a parameter that has none was never stepped."""
+        for s, shard in () if self.core else self._shards:
+            self._twin.state.pop(shard, None)
+            for name in has(s.param):
+                self._twin.state[shard][name] = torch.zeros_like(shard.data)
+
+    def scalar_states(self) -> Iterator[tuple[str, int, float]]:
+        """Yields (state name, parameter, value) of what is one number per parameter: the scalar states of a torch
+        optimizer, of parameters that this rank has a part of; of the core's the step count of each parameter that some
+        updates left out."""
         if self.core:
+            counts = self._counts
+            yield from (("step", i, counts.of(i)) for i in range(len(self._group_of)) if counts.missed(i))
             return
-        for _, shard in self._shards:
-            for name in names:
-                self._twin.state[shard].setdefault(name, torch.zeros_like(shard.data))
+        for s, shard in self._shards:
+            for name, value in self._twin.state.get(shard, {}).items():
+                if (torch.is_tensor(value) and value.dim() == 0) or isinstance(value, (int, float)):
+                    yield name, s.param, float(value)
 
     def hyper_state(self) -> dict[str, Any]:
-        """JSON-able: step count, hyper-parameters per group, scalar states of a torch optimizer."""
+        """JSON-able: number of updates, hyper-parameters per group."""
         groups = [{k: _plain(v) for k, v in g.items() if k not in _NOT_SAVED} for g in self.param_groups]
-        scalars = {}
-        if not self.core and self._shards:
-            first = self._twin.state.get(self._shards[0][1], {})
-            scalars = {
-                k: float(v)
-                for k, v in first.items()
-                if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))
-            }
-        state = {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
+        state = {"type": type(self.base).__name__, "step": self._counts.total, "param_groups": groups}
         return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
 
-    def load_hyper_state(self, saved: dict[str, Any]) -> None:
+    def load_hyper_state(self, saved: dict[str, Any], scalars: Sequence[tuple[str, int, float]] = ()) -> None:
+        """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
         if len(saved["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer"
                 f" {len(self.param_groups)}"
             )
-        self._steps = saved["step"]
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             for k, v in theirs.items():
                 mine[k] = tuple(v) if isinstance(v, list) else v
-        if not self.core:
-            for _, shard in self._shards:
-                for k, v in saved["scalars"].items():
-                    self._twin.state[shard][k] = torch.tensor(v)
+        if self.core:
+            self._counts.load(saved["step"], {i: int(v) for name, i, v in scalars if name == "step"})
+            self._make_args()
+            return
+        self._counts.load(saved["step"], {})
+        common = saved.get("scalars", {})  # those of all parameters, in checkpoints before 0.2
+        for s, shard in self._shards:
+            state = self._twin.state[shard] if shard in self._twin.state or common else {}
+            state.update({k: torch.tensor(v) for k, v in common.items()})
+            state.update({name: torch.tensor(v) for name, i, v in scalars if i == s.param})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
         return {
             "hyper": self.hyper_state(),
+            "scalars": {f"{n}/{self._state.names[i]}": value for n, i, value in self.scalar_states()},
             "owned": {
                 f"{n}/{self._state.names[s.param]}@{s.param_begin}": w.read().clone() for n, s, w in self.owned_states()
             }
@@ -741,8 +778,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer.load_state_dict of {type(self.base).__name__} does not exist: its phase and the errors that"
                 " ranks carry on are not in it; use engine.load_checkpoint"
             )
-        self.load_hyper_state(state_dict["hyper"])
-        self.prepare_states(sorted({k.split("/", 1)[0] for k in state_dict["owned"]}))
+        names, owned = self._state.names, state_dict["owned"]
+        kinds = sorted({k.split("/", 1)[0] for k in owned})
+        self.prepare_states(lambda i: [n for n in kinds if any(k.startswith(f"{n}/{names[i]}@") for k in owned)])
+        index = {name: i for i, name in enumerate(names)}
+        scalars = [(*k.split("/", 1), v) for k, v in state_dict.get("scalars", {}).items()]
+        self.load_hyper_state(state_dict["hyper"], [(n, index[name], v) for n, name, v in scalars])
         for n, s, window in self.owned_states():
             key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
             if key not in state_dict["owned"]:

@@ -3,7 +3,7 @@ node, as in resident mode, or where ranks share no memory each rank's shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -331,8 +331,9 @@ class StreamedState(ModelState):
         if self.streamed is not None:
             self.streamed.refresh()
 
-    def _replaced(self) -> set[int]:
-        return {i for i, p in enumerate(self.trained) if self.units.replaced(p)}
+    def _replaced(self, among: Iterable[int] | None = None) -> set[int]:
+        indices = range(len(self.trained)) if among is None else among
+        return {i for i in indices if self.units.replaced(self.trained[i])}
 
     def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
         return [r for r in rows if r[0].removeprefix("zero_optimization.") not in HONOURED]

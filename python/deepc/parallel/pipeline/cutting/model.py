@@ -24,7 +24,7 @@ from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
 from ....plan.schedule import Order
 from ....zero.parameters.gathered import is_zero_param
-from ...expert.spread import spread_parameters
+from ...expert.spread import spread_tensors
 from ...judged import refuse_released
 from ..deferred import in_checkpoint
 from ..part import Call, Tie, further_names
@@ -383,7 +383,7 @@ def take_from_firsts(model: torch.nn.Module, mesh: Mesh) -> None:
     """What the model has on rank 0 counts, as without a pipeline; of experts that are spread over ranks, what the first
     rank that has them has. Collective over all ranks of the mesh."""
     refuse_released(model, "pipeline.stages")
-    spread, mine = spread_parameters(model), mesh.coordinates(dist.get_rank()).ep
+    spread, mine = spread_tensors(model), mesh.coordinates(dist.get_rank()).ep
     for t in (*model.parameters(), *model.buffers()):
         if not t.numel() or is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
             continue

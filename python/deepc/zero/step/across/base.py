@@ -3,6 +3,7 @@ shard has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ....optim.states.norms import Norms, Stretch
@@ -34,6 +35,32 @@ class ShareNorms(Norms):
         """See Norms. Collective over those that hold the other shards too."""
         found = super().squares()
         return found if self._sharers is None else self._sharers.squares(found)
+
+
+class StepCounts:
+    """How often each trained parameter was updated. Corrections of young moments and decaying weights go by a
+    parameter's own count, as in torch.optim: one that was left out for a while is behind."""
+
+    def __init__(self) -> None:
+        self.total = 0  # updates
+        self._missed: dict[int, int] = {}  # parameter -> those that left it out
+
+    def begin(self, left_out: Iterable[int]) -> None:
+        """Another update, without these."""
+        self.total += 1
+        for i in left_out:
+            self._missed[i] = self.missed(i) + 1
+
+    def missed(self, param: int) -> int:
+        return self._missed.get(param, 0)
+
+    def of(self, param: int) -> int:
+        """Of the update that is made, the number among those of `param`, from 1 on."""
+        return self.total - self.missed(param)
+
+    def load(self, total: int, own: dict[int, int]) -> None:
+        """total: updates; own: of parameters that have not had all of them, how many."""
+        self.total, self._missed = total, {i: total - n for i, n in own.items() if n != total}
 
 
 class AcrossUpdate:

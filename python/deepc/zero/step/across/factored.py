@@ -25,7 +25,7 @@ from ....optim.kinds.adafactor import FACTORS, Matrices, Scratch, matrices_of, r
 from ....plan.layout import BLOCK, Segment, padded
 from ...state import ModelState, Pass
 from ...tiers.windows import Window
-from .base import AcrossUpdate, ShareNorms, stretch_of
+from .base import AcrossUpdate, ShareNorms, StepCounts, stretch_of
 from .passes import Passes
 from .sharers import Sharers
 
@@ -132,15 +132,15 @@ class FactoredUpdate(AcrossUpdate):
         row = self._factors.data_ptr() + 4 * at
         self._scratch.aim(a, m, at, row, row + 4 * m.number * m.rows)
 
-    def update(self, grad_scale: float, step: int) -> None:
+    def update(self, grad_scale: float, counts: StepCounts) -> None:
         """Collective, where there are several ranks."""
         self.forget()
         cut = [] if self._cut is None else self._cut.arguments()
         stepped, factored = zip(self._args, (s.param for s in self._stepped)), zip(self._whole, self._factored)
         for a, param in (*stepped, *factored, *cut):
-            set_scalars(a, self._groups[self._group_of[param]], step, grad_scale, torch.float32)
+            set_scalars(a, self._groups[self._group_of[param]], counts.of(param), grad_scale, torch.float32)
         self._scratch.clear()
-        self._step = step
+        self._counts = counts
         self.finish()
 
     def finish(self) -> None:
@@ -205,7 +205,7 @@ class FactoredUpdate(AcrossUpdate):
             if self._cut is not None:
                 self._cut.make_factors(scratch, self._factors)
         elif self._at == 2:
-            self._set_rates(self._norms.squares(), self._step)
+            self._set_rates(self._norms.squares())
 
     def _in_cell(self, name: str, begin: int, end: int, param_at: Callable[[Segment, int], int] | None) -> None:
         """A pass over the parts of segments in elements [begin, end) of the share, which are cut at edges of blocks.
@@ -236,12 +236,13 @@ class FactoredUpdate(AcrossUpdate):
             a.param_sums, a.update_sums = whole.param_sums + blocks, whole.update_sums + blocks
         self._run(name, args, len(parts))
 
-    def _set_rates(self, squares: Mapping[int, tuple[float, float]], step: int) -> None:
+    def _set_rates(self, squares: Mapping[int, tuple[float, float]]) -> None:
         numels: Sequence[int] = self._state.plan.layout.numels
         if self._sharers is not None:
             numels = self._sharers.numels(numels)
         for a, s in zip(self._args, self._stepped):
-            a.rate = rate_of(squares[s.param], numels[s.param], self._groups[self._group_of[s.param]], step)
+            group, step = self._groups[self._group_of[s.param]], self._counts.of(s.param)
+            a.rate = rate_of(squares[s.param], numels[s.param], group, step)
 
 
 class CutFactors:

@@ -30,7 +30,7 @@ from ....plan.layout import Segment, padded
 from ...state import ModelState
 from ...tiers.coded import Coded
 from ...tiers.windows import Array, Window
-from .base import AcrossUpdate, stretch_of
+from .base import AcrossUpdate, StepCounts, stretch_of
 from .sharers import Sharers
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
@@ -167,14 +167,17 @@ class MatrixUpdate(AcrossUpdate):
         return cast(torch.dtype, getattr(torch, self._groups[self._group_of[param]]["ns_dtype"]))
 
     # ---- a step ------------------------------------------------------------------------------------------------------
-    def update(self, grad_scale: float, step: int) -> None:
+    def update(self, grad_scale: float, counts: StepCounts) -> None:
         """Collective, where there are several ranks."""
         for r, pieces in self._rounds:
-            directions = self._directions(r, grad_scale, step)
+            directions = self._directions(r, grad_scale, counts.total)
             self._apply(self._orthogonal(r, pieces, directions) if pieces else self._orthogonal_of_all(r, directions))
         for group, segments in zip(self._groups, self._rest):
-            if segments:
-                self._step_rest(group, segments, grad_scale, step)
+            by_step: dict[int, list[Segment]] = {}
+            for s in segments:
+                by_step.setdefault(counts.of(s.param), []).append(s)
+            for step, alike in by_step.items():
+                self._step_rest(group, alike, grad_scale, step)
 
     def _directions(self, r: Round, grad_scale: float, step: int) -> dict[Segment, torch.Tensor]:
         """Steps the momentum of this rank's parts of the round's matrices. What is to be made orthogonal of each."""

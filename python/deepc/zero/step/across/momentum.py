@@ -16,7 +16,7 @@ from ....optim.onebit.places import taken
 from ....plan.layout import Segment
 from ...state import ModelState
 from ...tiers.windows import Window
-from .base import AcrossUpdate
+from .base import AcrossUpdate, StepCounts
 
 SERVER, WORKER = "server_error", "worker_error"
 
@@ -79,7 +79,7 @@ class MomentumUpdate(AcrossUpdate):
             item.out = s.param in indices
 
     # ---- a step ------------------------------------------------------------------------------------------------------
-    def update(self, grad_scale: float, step: int) -> None:
+    def update(self, grad_scale: float, counts: StepCounts) -> None:
         """Collective."""
         st = self._state
         for s, item in zip(self._segments, self.method.items):

@@ -20,7 +20,7 @@ from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
 from ...tiers.coded import Coded, UnitScales
 from ...tiers.windows import Array, Window
-from .base import ShareNorms, stretch_of
+from .base import ShareNorms, StepCounts, stretch_of
 from .passes import Passes
 from .sharers import Sharers
 
@@ -102,28 +102,28 @@ class RatioUpdate:
             return [p.codes.data_ptr() for p in pieces], [p.scale.data_ptr() for p in pieces]
         return [Window(a, part.own, part.n).view.data_ptr() for a in arrays], []
 
-    def _scale(self, args: Any, parts: Sequence[_Part], grad_scale: float, step: int) -> None:
+    def _scale(self, args: Any, parts: Sequence[_Part], grad_scale: float, counts: StepCounts) -> None:
         """The rest of them, with the ratios if the norms are known."""
         for a, part in zip(args, parts):
             group = self._groups[self._group_of[part.segment.param]]
-            set_scalars(a, group, step, grad_scale)
+            set_scalars(a, group, counts.of(part.segment.param), grad_scale)
             if self._squares is not None:
                 a.trust = trust_ratio(*self._squares[part.segment.param], group)
 
-    def update(self, grad_scale: float, step: int) -> None:
+    def update(self, grad_scale: float, counts: StepCounts) -> None:
         """Collective, unless every rank has everything. DiskError: a call goes on there."""
         if self._passes.in_memory:
             self._squares = None
-            self._scale(self._args, self._parts, grad_scale, step)
+            self._scale(self._args, self._parts, grad_scale, counts)
             run_on(self._state.state_device, "lamb_moments", self._args, len(self._parts))
             self._squares = self.norms.squares()
-            self._scale(self._args, self._parts, grad_scale, step)
+            self._scale(self._args, self._parts, grad_scale, counts)
             run_on(self._state.state_device, "lamb_apply", self._args, len(self._parts))
         else:
-            self._update_cells(grad_scale, step)
+            self._update_cells(grad_scale, counts)
         self.forget()
 
-    def _update_cells(self, grad_scale: float, step: int) -> None:
+    def _update_cells(self, grad_scale: float, counts: StepCounts) -> None:
         """Between the passes the ranks agree whether all of them have come so far."""
         has_master, form = self._state.master is not None, self._form
 
@@ -131,7 +131,7 @@ class RatioUpdate:
             parts = self._within(begin, end)
             args = self._aimed(parts, self._places(cell))
             scales = self._scales_in(args, parts, cell) if is_coded(form) and cell is not None else []
-            self._scale(args, parts, grad_scale, step)
+            self._scale(args, parts, grad_scale, counts)
             run_on(
                 self._state.state_device, "lamb_moments" if self._squares is None else "lamb_apply", args, len(parts)
             )

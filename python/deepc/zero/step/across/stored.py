@@ -21,6 +21,7 @@ from ...state import Addressed, ModelState
 from ...tiers.agree import together
 from ...tiers.coded import Coded, CodedOnDisk
 from ...tiers.windows import PART, Window
+from .base import StepCounts
 from .matrices import MatrixUpdate, Part, Round
 from .sharers import Sharers
 
@@ -100,9 +101,9 @@ class MatrixUpdateOnDisk(MatrixUpdate):
                 self._arrays[name] = CodedOnDisk(tier.stream, name, self._form, pieces, place)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
-    def update(self, grad_scale: float, step: int) -> None:
+    def update(self, grad_scale: float, counts: StepCounts) -> None:
         """Collective, where there are several ranks. DiskError: `finish` does the rest."""
-        self._scale, self._step, self._round = grad_scale, step, 0
+        self._scale, self._counts, self._round = grad_scale, counts, 0
         self._work = None
         self.finish()
 
@@ -201,7 +202,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
     def _momentum_part(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Writes:
         momentum, written = self._read("momentum_buffer", s, lo, hi)
         grads = [self._gradient(s, lo, hi)]
-        self._step_momentum(group, [momentum], grads, [lows[lo:hi]], self._scale, self._step)
+        self._step_momentum(group, [momentum], grads, [lows[lo:hi]], self._scale, self._counts.total)
         return written
 
     def _applied(self, s: Segment, update: torch.Tensor) -> Iterator[Callable[[], Writes]]:
@@ -217,7 +218,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             (m, first), (v, second) = (self._read(name, s, lo, hi) for name in MOMENTS)
             target, lowps, written = self._target(s, lo, hi)
             grads = [self._gradient(s, lo, hi)]
-            self._adamw(group, [target], lowps, grads, ([m], [v]), self._scale, self._step)
+            self._adamw(group, [target], lowps, grads, ([m], [v]), self._scale, self._counts.of(s.param))
             return [*first, *second, *written]
 
         return self._of_parts(s, part)
