@@ -314,6 +314,7 @@ class SafetensorsFile:
     ) -> None:
         self.path = os.fspath(path)
         self._fd = -1
+        self._checked: set[str] = set()  # keys of tensors whose bytes had their checksum
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             self.bytes = os.fstat(self._fd).st_size
@@ -441,8 +442,9 @@ class SafetensorsFile:
         """Fills `out` with elements [begin, begin + out.numel()) of the flattened tensor `key`.
 
         out: contiguous, on the CPU, of the stored dtype, any shape. With `verify` the whole stored tensor is read once,
-        in pieces, and its CRC-32C checked; `out` is then what was checked. CheckpointError on a mismatch (`out` is then
-        undefined)."""
+        in pieces, and its CRC-32C checked; `out` is then what was checked. Later calls for other parts of it read these
+        alone: whoever loads a tensor a part at a time does not read it as often as it has parts. CheckpointError on a
+        mismatch (`out` is then undefined)."""
         info = self[key]
         if (
             not isinstance(out, torch.Tensor)
@@ -462,7 +464,7 @@ class SafetensorsFile:
         low = self._data + info.begin
         first, last = low + begin * size, low + (begin + out.numel()) * size
         view = tensor_bytes(out)
-        if not verify or info.crc is None:
+        if not verify or info.crc is None or (key in self._checked and len(view)):
             self._pread_into(first, view)
             return
         crc = self._skim(low, first, 0)
@@ -476,6 +478,7 @@ class SafetensorsFile:
                 f"{info.crc:08x}: "
                 "its bytes changed since they were written"
             )
+        self._checked.add(key)
 
     def _skim(self, begin: int, end: int, crc: int) -> int:
         """CRC-32C of bytes [begin, end) of the file, continued."""

@@ -656,7 +656,7 @@ class CheckpointReader:
         self.directory = os.path.abspath(os.fspath(directory))
         self._files: dict[str, SafetensorsFile] = {}
         self._last: tuple[tuple[str, Cut | None], torch.Tensor] | None = None
-        self.tag = read_latest(self.directory) if tag is None else tag
+        self.tag = read_latest(self.directory) if tag is None else str(tag)
         if not _TAG.match(self.tag):
             raise CheckpointError(f"{self.tag!r} is not the tag of a checkpoint")
         self.path = self._locate()
@@ -842,8 +842,8 @@ class CheckpointReader:
         return out
 
     def _state(self, tree: Any, file: str) -> Any:
-        """A state whose tensors are in `file`; the file is opened only if the tree refers to one."""
-        if "$tensor" not in (text := json.dumps(tree)) and "$ndarray" not in text:
+        """A state whose tensors are in `file`, if it has any: then there is one."""
+        if file not in self._index["files"]:
             return decode_client_state(tree, [])
         opened = self._file(file)
         count = sum(k.startswith(_STATE_KEY) for k in opened.keys())

@@ -133,9 +133,10 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, int]) -> str:
         """The next iteration goes on where that was. Returns what there is to say of it."""
-        dealt, size = self._dealt, len(self.dataset)  # type: ignore[arg-type]
+        dealt = self._dealt
         if dealt is None:
             return "the training data is a stream, which begins again"
+        size = len(self.dataset)  # type: ignore[arg-type]
         self._running = self._stepped = None
         whole = len(self) * self._micro * self._ranks
         epoch, samples = int(state["epoch"]), int(state["samples"])

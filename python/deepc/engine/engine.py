@@ -463,9 +463,11 @@ class Engine(EngineBase):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state);
-        (None, {}) if `load_dir` holds no checkpoint and no tag was given. Collective."""
-        from .states.saving import load
+        """Loads what save_checkpoint wrote, from any number of ranks and any stage. load_module_only: weights, buffers
+        and averages; counts of steps and states of random generators stay as they are. Returns (path, client_state);
+        (None, {}) if `load_dir` holds no checkpoint and no tag was given. What does not fit is an error before anything
+        is overwritten. Collective."""
+        from .states.loading import What, load
 
         self.require_alive("load_checkpoint")
         self.require_weights("load_checkpoint")
@@ -475,14 +477,10 @@ class Engine(EngineBase):
                 "custom_load_fn is not supported; change the module after load_checkpoint under GatheredParameters"
             )
         with self.events.span("load_checkpoint", load_dir):
-            return load(
-                self,
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states and not load_module_only,
-                load_lr_scheduler_states and not load_module_only,
-            )
+            optimizer_states = load_optimizer_states and not load_module_only
+            scheduler_states = load_lr_scheduler_states and not load_module_only
+            what = What(load_module_strict, optimizer_states, scheduler_states, load_module_only)
+            return load(self, load_dir, tag, what)
 
     def save_16bit_model(
         self,

@@ -36,7 +36,7 @@ class StaticLossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the scale of a static scaler; the state of a dynamic one is refused, because the configuration
         changed."""
-        _same_keys(self, state)
+        check_scaler_state(self, state)
         self.loss_scale = float(state["loss_scale"])
 
 
@@ -121,13 +121,13 @@ class DynamicLossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the running state; window, minimum and hysteresis are those of the present configuration."""
-        _same_keys(self, state)
+        check_scaler_state(self, state)
         self.loss_scale = float(state["loss_scale"])
         self.hysteresis_left = min(int(state["hysteresis_left"]), self.hysteresis)
         self.step_count, self.last_overflow_step = int(state["step_count"]), int(state["last_overflow_step"])
 
 
-def _same_keys(scaler: Any, state: dict[str, Any]) -> None:
+def check_scaler_state(scaler: Any, state: dict[str, Any]) -> None:
     if set(state) != set(scaler.state_dict()):
         raise CheckpointError(
             f"the saved loss-scaler state has {sorted(state)}, {type(scaler).__name__} needs "

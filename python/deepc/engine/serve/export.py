@@ -305,13 +305,15 @@ class Weights:
 
 def open_weights(path: str | os.PathLike[str], tag: str | None = None, average: str | None = None) -> Weights:
     """Opens the folder of a deepc checkpoint, a folder with model.safetensors (or its index), or one safetensors file.
-    average: of a checkpoint, take the averages of the EMA with this label. CheckpointError if there is nothing that can
-    be read."""
+    tag, average: of a checkpoint, which is then opened though there are other files in its folder; the second takes the
+    averages of the EMA with this label. CheckpointError if there is nothing that can be read."""
     from ...checkpoint import list_tags
 
     path = os.fspath(path)
     if os.path.isfile(path):
         return _open_files(path, {os.path.basename(path)}, os.path.dirname(path) or ".", None, average)
+    if tag is not None or (average is not None and list_tags(path)):
+        return _open_checkpoint(path, tag, average)
     index = os.path.join(path, INDEX)
     if os.path.isfile(index):
         from ...checkpoint.files import parse_json
@@ -326,7 +328,7 @@ def open_weights(path: str | os.PathLike[str], tag: str | None = None, average: 
         return _open_files(path, set(where.values()), path, where, average)
     if os.path.isfile(os.path.join(path, "model.safetensors")):
         return _open_files(path, {"model.safetensors"}, path, None, average)
-    if tag is None and not list_tags(path) and not os.path.lexists(os.path.join(path, "latest")):
+    if not list_tags(path) and not os.path.lexists(os.path.join(path, "latest")):
         raise CheckpointError(
             f"{path} holds no weights: neither a checkpoint of engine.save_checkpoint, nor model.safetensors, nor "
             f"{INDEX}"

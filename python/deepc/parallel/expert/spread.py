@@ -109,7 +109,7 @@ def gather_experts(state_dict: dict[str, torch.Tensor], model: torch.nn.Module) 
     """A state_dict of this rank -> that of the whole model (or stage), all experts in it. Collective."""
     whole = {}
     for name, t in state_dict.items():
-        if (found := _numbered(name, model)) is None:
+        if not isinstance(t, torch.Tensor) or (found := _numbered(name, model)) is None:
             whole[name] = t
             continue
         before, number, rest, group, own = found

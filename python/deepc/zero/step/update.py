@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -19,7 +20,7 @@ import torch
 
 from ...core.lib import StepArgs
 from ...core.ops import code, run_on, torch_dtype
-from ...errors import ConfigError, DiskError, OutOfMemoryError, UnsupportedError
+from ...errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import (
     check_optimizer,
@@ -688,7 +689,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yields (state name, flat parameter, the state) for every one that all ranks have whole."""
         self._require_here()
-        yield from () if self._across is None else self._across.whole_states()
+        if self._across is not None:
+            yield from self._across.whole_states()
+        for s, shard in () if self.core else self._shards:
+            for name, value in self._twin.state.get(shard, {}).items():
+                if torch.is_tensor(value) and value.dim() > 0 and value.numel() != s.length:
+                    if not self._state.plan.own_all:
+                        raise UnsupportedError(
+                            f"optimizer state '{name}' of '{self._state.names[s.param]}' has shape"
+                            f" {tuple(value.shape)} beside {s.length} elements of the parameter: what"
+                            f" {_name(self.base)} keeps does not lie in shards; use zero_optimization.stage 0"
+                        )
+                    yield name, s.param, value
 
     def own_states(self) -> Iterator[OwnState]:
         """Yields what differs between ranks, for checkpoints: errors of 1-bit optimizers."""
@@ -713,18 +725,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Names of the per-element states of a torch optimizer (empty for the C path)."""
         return [] if self.core else sorted({n for n, _, _ in self.owned_states()})
 
-    def prepare_states(self, has: Callable[[int], Sequence[str]]) -> None:
-        """Before loading into a torch optimizer: creates its per-element states, zeroed. has(parameter): names of those
-        that there are to load; a parameter that has none was never stepped."""
+    def prepare_states(self, has: Callable[[int], Mapping[str, Sequence[int]]]) -> None:
+        """Before loading into a torch optimizer: creates its states with dimensions, zeroed. has(parameter): names and
+        whole shapes of those that there are to load; a parameter that has none was never stepped."""
+        numels = self._state.plan.layout.numels
         for s, shard in () if self.core else self._shards:
             self._twin.state.pop(shard, None)
-            for name in has(s.param):
-                self._twin.state[shard][name] = torch.zeros_like(shard.data)
+            for name, shape in has(s.param).items():
+                alike = math.prod(shape) == numels[s.param]
+                state = torch.zeros_like(shard.data) if alike else torch.zeros(*shape, device=shard.device)
+                self._twin.state[shard][name] = state
 
-    def scalar_states(self) -> Iterator[tuple[str, int, float]]:
-        """Yields (state name, parameter, value) of what is one number per parameter: the scalar states of a torch
-        optimizer, of parameters that this rank has a part of; of the core's the step count of each parameter that some
-        updates left out."""
+    def scalar_states(self) -> Iterator[tuple[str, int, Any]]:
+        """Yields (state name, parameter, value) of what is one number per parameter, a tensor without dimensions or a
+        Python number: the scalar states of a torch optimizer, of parameters that this rank has a part of; of the core's
+        the step count of each parameter that some updates left out."""
         if self.core:
             counts = self._counts
             yield from (("step", i, counts.of(i)) for i in range(len(self._group_of)) if counts.missed(i))
@@ -732,21 +747,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for s, shard in self._shards:
             for name, value in self._twin.state.get(shard, {}).items():
                 if (torch.is_tensor(value) and value.dim() == 0) or isinstance(value, (int, float)):
-                    yield name, s.param, float(value)
+                    yield name, s.param, value
 
-    def hyper_state(self) -> dict[str, Any]:
-        """JSON-able: number of updates, hyper-parameters per group."""
-        groups = [{k: _plain(v) for k, v in g.items() if k not in _NOT_SAVED} for g in self.param_groups]
-        state = {"type": type(self.base).__name__, "step": self._counts.total, "param_groups": groups}
-        return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
+    def _kind(self) -> list[Any]:
+        """What tells optimizers apart whose states are not each other's."""
+        if self.rule is None:
+            return [_name(self.base)]
+        own = [cast(OneBitOptimizer, self.base).kind.__name__] if self.rule.kind == ONEBIT else []
+        return [self.rule.kind, *own, *self.rule.names]
 
-    def load_hyper_state(self, saved: dict[str, Any], scalars: Sequence[tuple[str, int, float]] = ()) -> None:
-        """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
+    def check_saved(self, saved: Mapping[str, Any], path: str) -> None:
+        """Raises unless a checkpoint's hyper_state is one of this optimizer's kind."""
+        kind = saved.get("kind", self._kind() if self.core else [saved["type"]])
+        if kind != self._kind():
+            raise CheckpointError(
+                f"checkpoint {path} was saved with {saved['type']} ({_states(kind)}), whose states are not those of"
+                f" {_name(self.base)} ({_states(self._kind())}); pass load_optimizer_states=False"
+            )
         if len(saved["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer"
                 f" {len(self.param_groups)}"
             )
+
+    def hyper_state(self) -> dict[str, Any]:
+        """JSON-able: number of updates, hyper-parameters per group."""
+        groups = [{k: _plain(v) for k, v in g.items() if k not in _NOT_SAVED} for g in self.param_groups]
+        state = {"type": _name(self.base), "kind": self._kind(), "step": self._counts.total, "param_groups": groups}
+        return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
+
+    def load_hyper_state(self, saved: dict[str, Any], scalars: Sequence[tuple[str, int, Any]] = ()) -> None:
+        """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             for k, v in theirs.items():
                 mine[k] = tuple(v) if isinstance(v, list) else v
@@ -755,11 +786,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._make_args()
             return
         self._counts.load(saved["step"], {})
-        common = saved.get("scalars", {})  # those of all parameters, in checkpoints before 0.2
+        common = {k: torch.tensor(v) for k, v in saved.get("scalars", {}).items()}  # of all, as before 0.1.0
         for s, shard in self._shards:
-            state = self._twin.state[shard] if shard in self._twin.state or common else {}
-            state.update({k: torch.tensor(v) for k, v in common.items()})
-            state.update({name: torch.tensor(v) for name, i, v in scalars if i == s.param})
+            if shard in self._twin.state or common:
+                own = {name: v for name, i, v in scalars if i == s.param}
+                self._twin.state[shard].update({k: _own(k, v, shard.device) for k, v in {**common, **own}.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
@@ -778,12 +809,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer.load_state_dict of {type(self.base).__name__} does not exist: its phase and the errors that"
                 " ranks carry on are not in it; use engine.load_checkpoint"
             )
-        names, owned = self._state.names, state_dict["owned"]
-        kinds = sorted({k.split("/", 1)[0] for k in owned})
-        self.prepare_states(lambda i: [n for n in kinds if any(k.startswith(f"{n}/{names[i]}@") for k in owned)])
-        index = {name: i for i, name in enumerate(names)}
-        scalars = [(*k.split("/", 1), v) for k, v in state_dict.get("scalars", {}).items()]
-        self.load_hyper_state(state_dict["hyper"], [(n, index[name], v) for n, name, v in scalars])
+        self.check_saved(state_dict["hyper"], "of optimizer.state_dict()")
+        index = {name: i for i, name in enumerate(self._state.names)}
+        there: dict[int, dict[str, Sequence[int]]] = {}
+        for key, value in state_dict["owned"].items():
+            state, _, name = key.partition("/")
+            part = name.rpartition("@")[0]
+            param = index[name if name in index else part]
+            there.setdefault(param, {})[state] = value.shape if name in index else self._state.shapes[param]
+        self.prepare_states(lambda i: there.get(i, {}))
+        scalars = [(k.partition("/"), v) for k, v in state_dict.get("scalars", {}).items()]
+        self.load_hyper_state(state_dict["hyper"], [(k[0], index[k[2]], v) for k, v in scalars])
         for n, s, window in self.owned_states():
             key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
             if key not in state_dict["owned"]:
@@ -800,6 +836,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 _NOT_SAVED = frozenset({"params", "exp_avg_mask"})  # the mask is the script's, as in DeepSpeed
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _states(kind: Sequence[Any]) -> str:
+    return ", ".join(str(k) for k in kind[1:]) or "no states of the core's"
+
+
+def _own(name: str, value: Any, device: torch.device) -> Any:
+    """A scalar state that is one parameter's alone; as torch's load_state_dict has it, only `step` may stay on the
+    host."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if name == "step" else value.clone().to(device)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,399 @@
+"""What a checkpoint holds beside parameters, what must fit before it is loaded, and what is left where it does not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import tiny
+import torch
+from deepc.errors import CheckpointError, ConfigError, DeepcError
+from ranks import run_quietly
+from torch import nn
+
+
+def make(model, stage=1, optimizer=None, micro=8, precision="fp32", **extra):
+    """An engine; optimizer: of torch, or a section of the configuration's."""
+    import deepc
+
+    config = tiny.config(stage, micro=micro, precision=precision, clip=0.0, **extra)
+    if isinstance(optimizer, dict):
+        config["optimizer"], optimizer = optimizer, None
+    elif optimizer is not None:
+        del config["optimizer"]
+    return deepc.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def step(engine, number, rank=0, world=1):
+    x, y = (t.chunk(world)[rank] for t in tiny.make_batch(number))
+    engine.backward(engine(x, y))
+    return engine.step()
+
+
+def values(engine):
+    return {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def same(found, want):
+    assert found.keys() == want.keys() and all(torch.equal(v, want[n]) for n, v in found.items())
+
+
+# ---- states of torch's optimizers ------------------------------------------------------------------------------------
+class Own(torch.optim.Optimizer):
+    """Keeps what no other has: rows of a matrix, a count that is a Python number, a name of nothing."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["count"], state["rows"] = 0, torch.zeros(p.shape[0] if p.dim() > 1 else 3)
+                        state["scale"] = torch.ones((), dtype=torch.float64)
+                    state["count"] += 1
+                    state["scale"] *= 0.5
+                    state["rows"] += 1
+                    assert isinstance(state["count"], int) and state["scale"].dtype == torch.float64
+                    p.sub_(p.grad, alpha=group["lr"] * float(state["rows"].mean()) / state["count"])
+                    p.mul_(1 - 0.01 * float(state["scale"]))
+
+
+def parts_of(model):
+    """Two halves of the parameters; of two ranks each has one of them, about."""
+    params = list(model.parameters())
+    return params[: len(params) // 2], params[len(params) // 2 :]
+
+
+OPTIMIZERS = {
+    "no momentum first": lambda a, b: torch.optim.SGD([{"params": a}, {"params": b, "momentum": 0.9}], lr=1e-2),
+    "RMSprop": lambda a, b: torch.optim.RMSprop([*a, *b], lr=1e-3),
+    "own": lambda a, b: Own([*a, *b]),
+}
+
+
+def _torch_states(rank, world, name, stage, folder):
+    """A resumed run is the uninterrupted one, where only some parameters have states."""
+    found = []
+    for resumes in (False, True):
+        model = tiny.make_model()
+        a, b = parts_of(model)
+        engine = make(model, stage, OPTIMIZERS[name](a, b), 8 // world)
+        if resumes:
+            engine.load_checkpoint(folder, 5)  # a number is a tag, as in save_checkpoint
+        for p in a if name == "RMSprop" else ():
+            p.requires_grad_(False)
+        if not resumes:
+            engine.save_checkpoint(folder, "fresh")
+            for number in range(3):
+                step(engine, number, rank, world)
+            engine.save_checkpoint(folder, 5)
+        for p in a:
+            p.requires_grad_(True)
+        for number in range(3, 5):
+            step(engine, number, rank, world)
+        found.append(values(engine))
+        if not resumes:  # to before the first step
+            engine.load_checkpoint(folder, "fresh")
+            assert not engine.optimizer.torch_state_names() and not list(engine.optimizer.scalar_states())
+        engine.destroy()
+    same(*found)
+    return True
+
+
+@pytest.mark.parametrize("name, world, stage", [("no momentum first", 2, 1), ("RMSprop", 2, 1), ("own", 1, 0)])
+def test_states_that_some_parameters_have(name, world, stage, tmp_path):
+    assert all(run_quietly(_torch_states, world, name, stage, str(tmp_path)))
+
+
+def _not_in_shards(rank, world, folder):
+    model = tiny.make_model()
+    engine = make(model, 1, Own(model.parameters()), 8 // world, zero_allow_untested_optimizer=True)
+    step(engine, 0, rank, world)
+    with pytest.raises(DeepcError, match="does not lie in shards; use zero_optimization.stage 0|gave up as well"):
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return True
+
+
+def test_states_that_do_not_lie_in_shards_are_an_error(tmp_path):
+    assert all(run_quietly(_not_in_shards, 2, str(tmp_path)))
+
+
+# ---- buffers, extra states, frozen parameters ------------------------------------------------------------------------
+class Extra(nn.Module):
+    """A GPT with a table, and modules that say themselves what is to be kept."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.sums = 0, torch.zeros(2, 3)
+
+        def get_extra_state(self):
+            return {"calls": self.calls, "sums": self.sums, "text": "costs 5 $tensor"}
+
+        def set_extra_state(self, state):
+            assert state["text"] == "costs 5 $tensor"
+            self.calls, self.sums = state["calls"], state["sums"]
+
+        def forward(self, x):
+            self.calls += 1
+            self.sums = self.sums + self.calls
+            return x
+
+    def __init__(self, table=(8,), more=False, counts=True):
+        super().__init__()
+        self.gpt = tiny.make_model()
+        self.register_buffer(
+            "table", torch.arange(8.0).view(table) if table == (8,) or table == (2, 4) else torch.ones(4)
+        )
+        if more:
+            self.register_buffer("more", torch.zeros(2))
+        if counts:
+            self.counts, self.others = Extra.Counts(), Extra.Counts()
+
+    def forward(self, x, y):
+        loss = self.gpt(x, y)
+        return self.others(self.counts(self.counts(loss))) if hasattr(self, "counts") else loss
+
+
+def _extra(rank, world, folder):
+    engine = make(Extra(), 1, micro=8 // world)
+    for number in range(2):
+        step(engine, number, rank, world)
+    engine.save_checkpoint(folder, client_state={"note": "costs 5 $tensor", "more": "$ndarray"})
+    engine.save_16bit_model(os.path.join(folder, "model"))
+    module = engine.module
+    module.counts.calls = module.others.calls = 0
+    module.counts.sums = torch.zeros(1)
+    _, client = engine.load_checkpoint(folder)
+    assert client == {"note": "costs 5 $tensor", "more": "$ndarray"}
+    assert (module.counts.calls, module.others.calls) == (4, 2)
+    assert torch.equal(module.counts.sums, torch.full((2, 3), 10.0))
+    engine.destroy()
+    for wrong, text in (
+        (Extra(table=(2, 4)), r"buffer 'table' has shape \(8,\) there and \(2, 4\) in the model"),
+        (Extra(table=(4,)), r"buffer 'table' has shape \(8,\) there and \(4,\) in the model"),
+        (Extra(more=True), r"does not fit the model: missing \['more'\], unexpected \[\]"),
+        (Extra(counts=False), r"missing \[\], unexpected \['counts._extra_state', 'others._extra_state'\]"),
+    ):
+        engine = make(wrong, 1, micro=8 // world)
+        with pytest.raises(CheckpointError, match=text):
+            engine.load_checkpoint(folder)
+        assert engine.global_steps == 0 and step(engine, 0, rank, world).applied
+        if wrong.table.shape == (8,):
+            engine.load_checkpoint(folder, load_module_strict=False)
+            assert engine.global_steps == 2
+        engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_buffers_and_extra_states(world, tmp_path):
+    assert all(run_quietly(_extra, world, str(tmp_path)))
+
+
+def _late(rank, world, stage, folder):
+    """A frozen adapter that joins the model after initialize, and a script that is written anew."""
+    model = tiny.make_model()
+    engine = make(model, stage, micro=8 // world)
+    step(engine, 0, rank, world)
+    torch.manual_seed(7 + rank)  # rank 0's count
+    model.add_module("adapter", nn.Linear(4, 4).requires_grad_(False))
+    want = nn.Linear(4, 4)
+    torch.manual_seed(7)
+    want = nn.Linear(4, 4).weight.detach()
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        model.adapter.weight.zero_()
+    engine.load_checkpoint(folder)
+    assert torch.equal(model.adapter.weight, want)
+    engine.destroy()
+    model = tiny.make_model()
+    model.add_module("adapter", nn.Linear(4, 4).requires_grad_(False))
+    engine = make(model, stage, micro=8 // world)
+    engine.load_checkpoint(folder)
+    assert torch.equal(model.adapter.weight, want)
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_that_join_the_model_late(stage, tmp_path):
+    assert all(run_quietly(_late, 2, stage, str(tmp_path)))
+
+
+# ---- what does not fit, and what is loaded in part -------------------------------------------------------------------
+def _refused(rank, world, folder):
+    """Nothing is overwritten by a checkpoint that does not fit."""
+    source = make(tiny.make_model(), 1, {"type": "AdamW", "params": {"lr": 1e-2}})
+    for number in range(3):
+        step(source, number)
+    source.save_checkpoint(folder)
+    source.destroy()
+    model = tiny.make_model()
+    groups = torch.optim.AdamW([{"params": part} for part in parts_of(model)], lr=1e-3)
+    for optimizer, kind, text in (
+        (groups, ConfigError, "the checkpoint has 1 param groups and this optimizer 2"),
+        ({"type": "Lion", "params": {"lr": 1e-4}}, CheckpointError, "was saved with AdamW .*not those of Lion"),
+        ({"type": "Lamb", "params": {"lr": 1e-4}}, CheckpointError, "not those of Lamb"),
+        ({"type": "OneBitAdam", "params": {"lr": 1e-4}}, CheckpointError, "not those of OneBitAdam"),
+    ):
+        if isinstance(optimizer, dict):
+            model = tiny.make_model()
+        engine = make(model, 0, optimizer)
+        step(engine, 0)
+        before, states = values(engine), {k: v.clone() for k, v in engine.optimizer.state_dict()["owned"].items()}
+        with pytest.raises(kind, match=text):
+            engine.load_checkpoint(folder)
+        same(values(engine), before)
+        after = engine.optimizer.state_dict()
+        same(after["owned"], states)
+        assert after["hyper"]["step"] == engine.global_steps == 1 and step(engine, 1).applied
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+        assert engine.global_steps == 3 and engine.optimizer.state_dict()["hyper"]["step"] == 2
+        engine.destroy()
+    return True
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    assert all(run_quietly(_refused, 1, str(tmp_path)))
+
+
+def _in_part(rank, world, folder, only):
+    """One wrong byte in the last tensor: on all ranks nothing is trained with what came before it."""
+    engine = make(tiny.make_model(), 1, micro=8 // world)
+    step(engine, 0, rank, world)
+    for tag in ("good", "bad"):
+        engine.save_checkpoint(folder, tag)
+    want = values(engine)
+    if rank == 0:
+        name = os.path.join(
+            folder, "bad", sorted(f for f in os.listdir(os.path.join(folder, "bad")) if "rank" in f)[-1]
+        )
+        with open(name, "r+b") as f:
+            f.seek(-3, os.SEEK_END)
+            byte = f.read(1)[0]
+            f.seek(-3, os.SEEK_END)
+            f.write(bytes([byte ^ 1]))
+    engine.everyone.barrier()
+    step(engine, 1, rank, world)
+    with pytest.raises(CheckpointError, match="CRC-32C|this rank gave up as well"):
+        engine.load_checkpoint(folder, "bad", load_module_only=only)
+    text = "broke off when a part of it was loaded"
+    with pytest.raises(DeepcError, match=text):
+        step(engine, 2, rank, world)
+    with pytest.raises(CheckpointError, match=text):
+        engine.save_checkpoint(folder, "third")
+    with pytest.raises(CheckpointError, match=f"{text}.*load_module_strict=True"):
+        engine.load_checkpoint(folder, "good", load_module_strict=False)
+    engine.load_checkpoint(folder, "good")
+    same(values(engine), want)
+    assert step(engine, 1, rank, world).applied
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("only", [False])
+def test_a_checkpoint_that_is_loaded_in_part_is_not_trained_with(only, tmp_path):
+    assert all(run_quietly(_in_part, 2, str(tmp_path), only))
+
+
+def _module_only(rank, world, folder):
+    engine = make(tiny.make_model(), 1)
+    for number in range(3):
+        step(engine, number)
+    engine.save_checkpoint(folder)
+    want = values(engine)
+    engine.destroy()
+    torch.manual_seed(123)
+    engine = make(tiny.make_model(), 1)
+    step(engine, 0)
+    before = torch.get_rng_state().clone()
+    engine.load_checkpoint(folder, load_module_only=True)
+    same(values(engine), want)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (engine.global_steps, engine.global_samples, engine.optimizer.state_dict()["hyper"]["step"]) == (1, 8, 1)
+    engine.destroy()
+    return True
+
+
+def test_weights_alone_bring_no_counts_and_no_random_numbers(tmp_path):
+    assert all(run_quietly(_module_only, 1, str(tmp_path)))
+
+
+# ---- data, export, bytes ---------------------------------------------------------------------------------------------
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([tuple(t[0] for t in tiny.make_batch(0))] * 8)
+
+
+def _stream(rank, world, folder):
+    import deepc
+
+    data = torch.utils.data.TensorDataset(*tiny.make_batch(0))
+    for given in (data, Stream()):
+        engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(1, micro=8), training_data=given)[0]
+        if given is data:
+            step(engine, 0)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+            assert engine.global_steps == 1 and step(engine, 1).applied
+        engine.destroy()
+    return True
+
+
+def test_a_stream_goes_on_where_data_was_dealt(tmp_path):
+    assert all(run_quietly(_stream, 1, str(tmp_path)))
+
+
+def _tags(rank, world, folder):
+    import deepc
+
+    engine = make(tiny.make_model(), 1, precision="bf16")
+    step(engine, 0)
+    engine.save_checkpoint(folder, "one")
+    engine.save_16bit_model(folder)
+    step(engine, 1)
+    engine.save_checkpoint(folder, "three")
+    want = values(engine)
+    engine.destroy()
+    model = tiny.make_model()
+    served = deepc.inference(model, checkpoint=folder, tag="three", dtype="fp32")
+    assert all(torch.equal(p.float(), want[n]) for n, p in served.module.named_parameters())
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        deepc.inference(tiny.make_model(), checkpoint=folder, tag="no-such-tag")
+    with pytest.raises(CheckpointError, match="has no average 'ema'"):
+        deepc.inference(tiny.make_model(), checkpoint=folder, average="ema")
+    return True
+
+
+def test_a_tag_is_what_is_served_whatever_lies_beside_it(tmp_path):
+    assert all(run_quietly(_tags, 1, str(tmp_path)))
+
+
+def test_a_tensor_that_is_read_in_parts_is_checked_once(tmp_path, monkeypatch):
+    """Counted in bytes."""
+    from deepc.checkpoint import files
+
+    whole = torch.randn(1 << 16)
+    path = str(tmp_path / "x.safetensors")
+    files.write_safetensors(path, {"x": whole})
+    read, before = [], os.preadv
+
+    def preadv(fd, views, offset):
+        n = before(fd, views, offset)
+        read.append(n)
+        return n
+
+    with files.SafetensorsFile(path) as f:
+        monkeypatch.setattr(os, "preadv", preadv)
+        out = torch.empty(1 << 10)
+        for begin in range(0, whole.numel(), out.numel()):
+            f.read_into("x", out, begin)
+            assert torch.equal(out, whole[begin : begin + out.numel()])
+    assert sum(read) < 2.1 * whole.nbytes
