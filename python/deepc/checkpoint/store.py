@@ -844,7 +844,10 @@ class CheckpointReader:
     def _state(self, tree: Any, file: str) -> Any:
         """A state whose tensors are in `file`, if it has any: then there is one."""
         if file not in self._index["files"]:
-            return decode_client_state(tree, [])
+            try:
+                return decode_client_state(tree, [])
+            except CheckpointError as exc:
+                raise self._bad(f"a state has tensors, and {file!r} is not among the files ({exc})") from exc
         opened = self._file(file)
         count = sum(k.startswith(_STATE_KEY) for k in opened.keys())
         return decode_client_state(tree, [opened.tensor(f"{_STATE_KEY}{i}") for i in range(count)])

@@ -234,18 +234,18 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
         extra = [f"{len(have) - known} that no {'stage' if engine.part is not None else 'rank'} has"] * (
             known < len(have)
         )
-    if strict and (missing or extra):
-        raise CheckpointError(
-            f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)},"
-            f" unexpected {extra[:5]}{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)});"
-            " load_module_strict=False loads what fits"
-        )
     for kind, shapes, found in (("parameter", want, have), ("buffer", kept, more)):
         for name, shape in shapes.items():
             if name in found and found[name] != shape:
                 raise CheckpointError(
                     f"checkpoint {reader.path}: {kind} '{name}' has shape {found[name]} there and {shape} in the model"
                 )
+    if strict and (missing or extra):
+        raise CheckpointError(
+            f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)},"
+            f" unexpected {extra[:5]}{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)});"
+            " load_module_strict=False loads what fits"
+        )
 
 
 def _stored(reader: CheckpointReader, *kinds: str) -> dict[str, tuple[int, ...]]:
@@ -288,7 +288,7 @@ def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0
     if out.device.type == "cpu" and out.dtype == stored and out.is_contiguous():
         reader.read(name, out, place.begin + begin, cut=place.cut)
         return
-    buffer = torch.empty(out.numel(), dtype=stored)
+    buffer = torch.empty(out.numel(), dtype=stored, device="cpu")
     reader.read(name, buffer, place.begin + begin, cut=place.cut)
     out.copy_(buffer)
 
@@ -299,7 +299,7 @@ def _fill(reader: CheckpointReader, name: str, window: Window, begin: int, place
         _read(reader, name, window.view, begin, place)
         return
     for part in window.parts():
-        values = torch.empty(part.length)
+        values = torch.empty(part.length, dtype=torch.float32, device="cpu")
         _read(reader, name, values, begin + part.begin - window.begin, place)
         part.write(values)
 
@@ -324,7 +324,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         name = name_among_all(own, engine.module)
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors:
-            value = torch.empty(p.numel(), dtype=p.dtype)
+            value = torch.empty(p.numel(), dtype=p.dtype, device="cpu")
             _read(reader, source, value, place=Place.of(engine, p))
             if late:
                 p.data.copy_(value.view(p.shape))
@@ -332,7 +332,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
                 st.set_frozen(p, value.view(p.shape))
     for name, b in ((name_among_all(n, engine.module), b) for n, b in buffers(engine.module)):
         if f"buffer/{name}" in reader.tensors:
-            value = torch.empty(b.numel(), dtype=b.dtype)
+            value = torch.empty(b.numel(), dtype=b.dtype, device="cpu")
             _read(reader, f"buffer/{name}", value)
             b.data.copy_(value.view(b.shape))
 

@@ -190,7 +190,7 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
     whole = module_state_dict(engine, exclude_frozen and staged, keeps=engine.everyone.rank == 0)
     frozen = {n for n, _ in engine.state.frozen} if exclude_frozen and not staged else set()
     if engine.spread:
-        frozen = set(gather_experts({n: torch.zeros(1) for n in sorted(frozen)}, engine.module))
+        frozen = set(gather_experts({n: torch.zeros(1, dtype=torch.uint8) for n in sorted(frozen)}, engine.module))
     if engine.everyone.rank == 0:
         try:
             values = {n: t for n, t in whole.items() if n not in frozen and isinstance(t, torch.Tensor)}
@@ -244,7 +244,7 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
     if mine and first:
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
-                writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
+                writer.add(f"fp32/{st.names[i]}", torch.empty(0, dtype=torch.float32), shape=st.trained[i].shape)
     stage = engine.part
     for name, b in buffers(engine.module) if mine and at.tp == 0 else ():
         if (at.ep == 0 or id(b) in engine.spread) and (stage is None or stage.has_buffer(name)):
@@ -265,7 +265,7 @@ def _add_extra(writer: CheckpointWriter, name: str, value: Any) -> None:
 
 def _vector(value: float) -> torch.Tensor:
     """[1] of a Python number, in a dtype that tells its type."""
-    return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def names_of(engine: EngineBase) -> list[str]:

@@ -733,7 +733,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._twin.state.pop(shard, None)
             for name, shape in has(s.param).items():
                 alike = math.prod(shape) == numels[s.param]
-                state = torch.zeros_like(shard.data) if alike else torch.zeros(*shape, device=shard.device)
+                state = torch.zeros_like(shard.data) if alike else shard.new_zeros(tuple(shape))
                 self._twin.state[shard][name] = state
 
     def scalar_states(self) -> Iterator[tuple[str, int, Any]]:
