@@ -194,7 +194,11 @@ def test_what_it_refuses():
     model = deepc.EMA(engine, as_module=True, label="model")
     with pytest.raises(ArgumentError, match="evaluate that"), model.applied():
         pass
-    with average.applied(), pytest.raises(deepc.DeepcError, match="inside another"), average.applied():
+    with (
+        average.applied(),
+        pytest.raises(deepc.DeepcError, match="the model has the values of the average"),
+        average.applied(),
+    ):
         pass
     engine.destroy()
     assert StrayWriteError

@@ -30,6 +30,7 @@ from ...plan.layout import Segment
 from ...zero.parameters.param import share
 from ...zero.tiers.windows import Window
 from .access import _Access, of_all_ranks
+from .saving import take_in_writes
 
 if TYPE_CHECKING:
     from ...comm.groups import MemoryGroup
@@ -186,9 +187,9 @@ class EMA:
             )
         engine = self.engine
         if engine.hooks.blocked:
-            raise DeepcError(f"applied() of average '{self.label}' inside another: leave that first")
+            raise DeepcError(f"applied() of average '{self.label}': {engine.hooks.blocked}")
         engine.guard.refuse_writes()
-        engine.guard.take_in_writes()
+        take_in_writes(engine)
         self._swap()
         self.inside = True
         engine.hooks.blocked = (
@@ -283,10 +284,10 @@ class EMA:
         """Before the module's memory is written: nobody reads it any more, and nobody has written it. Collective with
         as_module."""
         if self._module is None:
-            self.engine.guard.take_in_writes()
+            take_in_writes(self.engine)
             return
         stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
-        self.engine.guard.take_in_writes()
+        take_in_writes(self.engine)
         for rank, i in enumerate(
             self.engine.group.gather_all(torch.tensor([stray], dtype=torch.int64)).view(-1).tolist()
         ):

@@ -145,7 +145,7 @@ def save(
     if broken := engine.broken_step or engine.broken_load[0]:
         raise CheckpointError(f"save_checkpoint: {broken}")
     engine.guard.refuse_writes()
-    _take_in_writes(engine)
+    take_in_writes(engine)
     encode_client_state(client_state)  # refuse what can't be saved before a byte is written
     if engine.hooks.accumulated or engine.hooks.open:
         logger.warning(
@@ -319,8 +319,8 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
     }
 
 
-def _take_in_writes(engine: EngineBase) -> None:
-    """What a script has written since the last step is saved, as the next step would take it in. Collective, where
+def take_in_writes(engine: EngineBase) -> None:
+    """What a script has written since the last step counts, as the next step would take it in. Collective, where
     something lies on disk."""
     failure: Exception | None = None
     try:
