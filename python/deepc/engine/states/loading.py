@@ -107,9 +107,9 @@ def _made_whole(engine: EngineBase, what: What, doing: str) -> Iterator[None]:
     loaded."""
     try:
         yield
-    except Exception as exc:
+    except BaseException as exc:  # ^C too
         text = (
-            f"{doing} broke off when a part of it was loaded ({str(exc).rstrip('.')}), so the engine has values of two"
+            f"{doing} broke off when a part of it was loaded ({str(exc).rstrip('.') or type(exc).__name__}), so the engine has values of two"
             " states: load a checkpoint, or make the engine anew."
         )
         engine.broken_load = text, what.optimizer_states
