@@ -167,6 +167,25 @@ def test_a_model_of_transformers_trains_as_on_whole_sequences(kind, world, sp, s
     _check(kind, world, sp, stage, length)
 
 
+def _no_labels(rank, world):
+    from deepc.parallel.sequence import cross_entropy, sequence_group
+
+    logits = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    loss = cross_entropy(logits, torch.full((1, 3), -100), sequence_group(world))
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+def test_a_loss_without_labels_on_any_rank_is_nan():
+    """As torch's is in one process."""
+    logits = torch.randn(3, 5).requires_grad_()
+    want = F.cross_entropy(logits, torch.full((3,), -100))
+    want.backward()
+    for loss, grad in run_ranks(_no_labels, 2):
+        assert want.isnan() and loss.isnan() and loss.dtype == torch.float32
+        assert torch.equal(grad.isnan(), logits.grad.isnan()[None]) and grad.dtype == torch.float32
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 def _refusals(rank, world):
     from deepc.errors import ArgumentError, UnsupportedError
