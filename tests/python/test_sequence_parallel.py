@@ -214,6 +214,18 @@ def _refusals(rank, world):
         shard({"input_ids": ids, "token_type_ids": ids}, group)
     with pytest.raises(ArgumentError, match=r"labels is \[1, 3\]"):
         shard({"input_ids": ids, "labels": ids[:, :3]}, group)
+    positions = torch.arange(4)
+    for packed in ([0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 3, 4]):
+        with pytest.raises(UnsupportedError, match="position_ids of row 1 go from .* packed samples"):
+            shard(
+                {"input_ids": ids.expand(2, 4), "position_ids": torch.stack((positions, torch.tensor(packed)))}, group
+            )
+    rank_part = positions.chunk(2)[rank][None]
+    assert torch.equal(
+        shard({"input_ids": ids, "position_ids": positions[None] + 3}, group)["position_ids"] - 3, rank_part
+    )
+    padding = {**padded, "position_ids": torch.tensor([[0, 1, 2, 1]])}  # as of transformers' generation
+    assert torch.equal(shard(padding, group, causal=True)["position_ids"], padding["position_ids"].chunk(2, 1)[rank])
     if importlib.util.find_spec("transformers"):
         model = share(_model("llama"), group)
         part = shard({"input_ids": ids, "labels": ids}, group)
