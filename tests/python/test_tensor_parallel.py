@@ -134,6 +134,36 @@ def test_layers_and_losses_equal_those_of_one_rank(world):
     run_ranks(_layers, world)
 
 
+def _factors(rank, world, dtype, scale, count):
+    """Gradients of scale times the mean over `count` equal rows of zeros: probabilities and labels have no rounding."""
+    import deepc
+    from deepc.parallel import tensor
+    from deepc.plan.mesh import Mesh
+
+    deepc.init_distributed()
+    group = tensor.tensor_group(Mesh(tp=world))
+    cut = tensor.Cut.even((4, 2), 0, world, rank)
+    whole = torch.tensor([[4.0, -4.0], [4.0, -4.0], [4.0, 4.0], [-4.0, -4.0]]).to(dtype)
+    hidden, labels = torch.zeros(count, 2, dtype=dtype).requires_grad_(), torch.zeros(count, dtype=torch.long)
+    weight = cut.take(whole).clone().requires_grad_()
+    (scale * tensor.linear_cross_entropy(tensor.enter(hidden, group), weight, labels, cut, group)).backward()
+    logits = torch.zeros(count, 4 // world, dtype=dtype).requires_grad_()
+    (scale * tensor.cross_entropy(logits, labels, cut, group)).backward()
+    return hidden.grad[-1], logits.grad[-1]
+
+
+@pytest.mark.parametrize(("dtype", "scale", "count"), [(torch.bfloat16, 1.0, 1000), (torch.float16, 65536.0, 1)])
+def test_the_factor_of_the_vocabularys_gradients_is_not_rounded(dtype, scale, count):
+    """1 / count is no number of bf16; the loss scale is none of fp16, and gradients that are 0 would be NaN."""
+    factor = scale / count
+    ranks = run_ranks(_factors, 2, dtype, scale, count)
+    probabilities = torch.tensor([0.25 - 1, 0.25, 0.25, 0.25])
+    for rank, (hidden, logits) in enumerate(ranks):
+        # p @ weight: 4 / 4 * (1 + 1 + 1 - 1) - 4, and 4 / 4 * (-1 - 1 + 1 - 1) + 4
+        assert torch.equal(hidden, torch.tensor([-2 * factor, 2 * factor]).to(dtype))
+        assert torch.equal(logits, (probabilities.chunk(2)[rank] * factor).to(dtype))
+
+
 # ---- models of transformers ------------------------------------------------------------------------------------------
 MICRO, SAMPLES, STEPS = 2, 8, 3
 
