@@ -486,6 +486,65 @@ def test_dropout_is_equal_outside_and_different_inside(again):
         assert len(one) == 4 and torch.equal(one[0], one[1]) and torch.equal(one[2], one[3])
 
 
+def _raises_inside(rank, world):
+    import deepc
+    from deepc.parallel.tensor.cut import cuts_of
+    from deepc.parallel.tensor.layers import Column
+
+    model = transformer("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def fail(module, args):
+        raise ValueError("inside")
+
+    handle = model.transformer.h[1].attn.c_proj.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="inside"):
+        engine(input_ids=ids, labels=ids)
+    handle.remove()
+    kept = [m.region._seen for m in model.modules() if isinstance(m, Column)]
+    drawn = torch.rand(1)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    grads = {n: engine.full_grad(p) for n, p in model.named_parameters() if id(p) not in cuts_of(model)}
+    return drawn, grads, kept
+
+
+def test_a_forward_that_raises_inside_of_a_region_leaves_equal_random_numbers():
+    (drawn, grads, kept), (its, others, _) = run_ranks(_raises_inside, 2)
+    assert torch.equal(drawn, its) and all(torch.equal(g, others[n]) for n, g in grads.items())
+    assert kept and not any(x is not None for x in kept)
+
+
+@pytest.mark.parametrize("how", ["evaluates", "raises"])
+def test_what_a_recomputation_left_inside_of_a_region_is_not_gone_back_to(how):
+    """torch.utils.checkpoint ends one early, and restores the generator itself."""
+    from types import SimpleNamespace
+    from typing import Any
+
+    from deepc.parallel.tensor.random import Inside
+
+    group: Any = SimpleNamespace(rank=1)
+    owner = torch.nn.Sequential(torch.nn.Dropout(0.5)).train()
+    inside = Inside(owner, group)
+    with torch.random.fork_rng():
+        inside.enter()
+    torch.rand(1)
+    state = torch.get_rng_state()
+    if how == "raises":
+        inside.break_off()
+    owner.eval()
+    inside.enter()
+    inside.leave()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def _refusals(rank, world):
     import deepc
     from deepc.errors import DeepcError
