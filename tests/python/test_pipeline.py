@@ -654,6 +654,50 @@ def test_a_stage_that_dies_is_named_by_the_others():
     assert caught.value.codes == [0, 3], caught.value
 
 
+class Masked(nn.Linear):
+    """One input and one output stay as they are: hooks of the script's mask their gradients."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.weight.data[:, 0] = 0.25
+        for p in (self.weight, self.bias):
+            mask = torch.ones_like(p)
+            mask[..., 0] = 0
+            p.register_hook(lambda g, mask=mask: g * mask)
+
+
+def _masked(rank, world, stages, schedule):
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    made = [
+        LayerSpec(Embed),
+        LayerSpec(Masked),
+        LayerSpec(nn.Tanh),
+        LayerSpec(Masked),
+        LayerSpec(nn.Linear, WIDTH, VOCAB),
+    ]
+    model = PipelineModule(
+        made, num_stages=stages, loss_fn=loss_of, seed_layers=True, partition_method="uniform", schedule=schedule
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO}
+    engine, *_ = deepc.initialize(model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    data = batches(0, MICRO, 1)
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return losses, weights
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.full)])
+def test_hooks_of_parameters_see_gradients_that_would_wait(schedule):
+    want = run_ranks(_masked, 1, 1, "1f1b")[0]
+    ranks = run_ranks(_masked, 2, 2, schedule)
+    for _, weights in (want, *ranks):
+        assert all((w[:, 0] == 0.25).all() for w in weights.values() if w.shape == (WIDTH, WIDTH))
+    check(ranks, want)
+
+
 def test_sums_of_products_that_waited_keep_no_graph():
     """Else what each micro-batch has saved would stay until the batch ends."""
     from deepc.parallel.pipeline.deferred import Deferring, Later

@@ -167,6 +167,25 @@ def test_a_model_of_transformers_trains_as_on_whole_sequences(kind, world, sp, s
     _check(kind, world, sp, stage, length)
 
 
+def _no_labels(rank, world):
+    from deepc.parallel.sequence import cross_entropy, sequence_group
+
+    logits = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    loss = cross_entropy(logits, torch.full((1, 3), -100), sequence_group(world))
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+def test_a_loss_without_labels_on_any_rank_is_nan():
+    """As torch's is in one process."""
+    logits = torch.randn(3, 5).requires_grad_()
+    want = F.cross_entropy(logits, torch.full((3,), -100))
+    want.backward()
+    for loss, grad in run_ranks(_no_labels, 2):
+        assert want.isnan() and loss.isnan() and loss.dtype == torch.float32
+        assert torch.equal(grad.isnan(), logits.grad.isnan()[None]) and grad.dtype == torch.float32
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 def _refusals(rank, world):
     from deepc.errors import ArgumentError, UnsupportedError
@@ -195,6 +214,18 @@ def _refusals(rank, world):
         shard({"input_ids": ids, "token_type_ids": ids}, group)
     with pytest.raises(ArgumentError, match=r"labels is \[1, 3\]"):
         shard({"input_ids": ids, "labels": ids[:, :3]}, group)
+    positions = torch.arange(4)
+    for packed in ([0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 3, 4]):
+        with pytest.raises(UnsupportedError, match="position_ids of row 1 go from .* packed samples"):
+            shard(
+                {"input_ids": ids.expand(2, 4), "position_ids": torch.stack((positions, torch.tensor(packed)))}, group
+            )
+    rank_part = positions.chunk(2)[rank][None]
+    assert torch.equal(
+        shard({"input_ids": ids, "position_ids": positions[None] + 3}, group)["position_ids"] - 3, rank_part
+    )
+    padding = {**padded, "position_ids": torch.tensor([[0, 1, 2, 1]])}  # as of transformers' generation
+    assert torch.equal(shard(padding, group, causal=True)["position_ids"], padding["position_ids"].chunk(2, 1)[rank])
     if importlib.util.find_spec("transformers"):
         model = share(_model("llama"), group)
         part = shard({"input_ids": ids, "labels": ids}, group)

@@ -134,6 +134,36 @@ def test_layers_and_losses_equal_those_of_one_rank(world):
     run_ranks(_layers, world)
 
 
+def _factors(rank, world, dtype, scale, count):
+    """Gradients of scale times the mean over `count` equal rows of zeros: probabilities and labels have no rounding."""
+    import deepc
+    from deepc.parallel import tensor
+    from deepc.plan.mesh import Mesh
+
+    deepc.init_distributed()
+    group = tensor.tensor_group(Mesh(tp=world))
+    cut = tensor.Cut.even((4, 2), 0, world, rank)
+    whole = torch.tensor([[4.0, -4.0], [4.0, -4.0], [4.0, 4.0], [-4.0, -4.0]]).to(dtype)
+    hidden, labels = torch.zeros(count, 2, dtype=dtype).requires_grad_(), torch.zeros(count, dtype=torch.long)
+    weight = cut.take(whole).clone().requires_grad_()
+    (scale * tensor.linear_cross_entropy(tensor.enter(hidden, group), weight, labels, cut, group)).backward()
+    logits = torch.zeros(count, 4 // world, dtype=dtype).requires_grad_()
+    (scale * tensor.cross_entropy(logits, labels, cut, group)).backward()
+    return hidden.grad[-1], logits.grad[-1]
+
+
+@pytest.mark.parametrize(("dtype", "scale", "count"), [(torch.bfloat16, 1.0, 1000), (torch.float16, 65536.0, 1)])
+def test_the_factor_of_the_vocabularys_gradients_is_not_rounded(dtype, scale, count):
+    """1 / count is no number of bf16; the loss scale is none of fp16, and gradients that are 0 would be NaN."""
+    factor = scale / count
+    ranks = run_ranks(_factors, 2, dtype, scale, count)
+    probabilities = torch.tensor([0.25 - 1, 0.25, 0.25, 0.25])
+    for rank, (hidden, logits) in enumerate(ranks):
+        # p @ weight: 4 / 4 * (1 + 1 + 1 - 1) - 4, and 4 / 4 * (-1 - 1 + 1 - 1) + 4
+        assert torch.equal(hidden, torch.tensor([-2 * factor, 2 * factor]).to(dtype))
+        assert torch.equal(logits, (probabilities.chunk(2)[rank] * factor).to(dtype))
+
+
 # ---- models of transformers ------------------------------------------------------------------------------------------
 MICRO, SAMPLES, STEPS = 2, 8, 3
 
@@ -454,6 +484,65 @@ def test_dropout_is_equal_outside_and_different_inside(again):
     assert not any(torch.equal(a == 0, b == 0) for a, b in zip(one, two))
     if again:  # computed again with the same numbers
         assert len(one) == 4 and torch.equal(one[0], one[1]) and torch.equal(one[2], one[3])
+
+
+def _raises_inside(rank, world):
+    import deepc
+    from deepc.parallel.tensor.cut import cuts_of
+    from deepc.parallel.tensor.layers import Column
+
+    model = transformer("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def fail(module, args):
+        raise ValueError("inside")
+
+    handle = model.transformer.h[1].attn.c_proj.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="inside"):
+        engine(input_ids=ids, labels=ids)
+    handle.remove()
+    kept = [m.region._seen for m in model.modules() if isinstance(m, Column)]
+    drawn = torch.rand(1)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    grads = {n: engine.full_grad(p) for n, p in model.named_parameters() if id(p) not in cuts_of(model)}
+    return drawn, grads, kept
+
+
+def test_a_forward_that_raises_inside_of_a_region_leaves_equal_random_numbers():
+    (drawn, grads, kept), (its, others, _) = run_ranks(_raises_inside, 2)
+    assert torch.equal(drawn, its) and all(torch.equal(g, others[n]) for n, g in grads.items())
+    assert kept and not any(x is not None for x in kept)
+
+
+@pytest.mark.parametrize("how", ["evaluates", "raises"])
+def test_what_a_recomputation_left_inside_of_a_region_is_not_gone_back_to(how):
+    """torch.utils.checkpoint ends one early, and restores the generator itself."""
+    from types import SimpleNamespace
+    from typing import Any
+
+    from deepc.parallel.tensor.random import Inside
+
+    group: Any = SimpleNamespace(rank=1)
+    owner = torch.nn.Sequential(torch.nn.Dropout(0.5)).train()
+    inside = Inside(owner, group)
+    with torch.random.fork_rng():
+        inside.enter()
+    torch.rand(1)
+    state = torch.get_rng_state()
+    if how == "raises":
+        inside.break_off()
+    owner.eval()
+    inside.enter()
+    inside.leave()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def _refusals(rank, world):

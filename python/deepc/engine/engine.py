@@ -76,6 +76,7 @@ class Engine(EngineBase):
             with (
                 self._death_is_told(),
                 self._disk_is_told(),
+                self._regions_are_left(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
             ):
@@ -174,6 +175,19 @@ class Engine(EngineBase):
         except (DiskError, AbortedError) as exc:
             if self._passes_together:
                 self.break_groups(f"rank {self.everyone.rank} broke off a pass", exc)
+            raise
+
+    @contextlib.contextmanager
+    def _regions_are_left(self) -> Iterator[None]:
+        """What a tensor-parallel rank draws inside of a region is its own. A forward that raises there leaves it here:
+        a region can't tell that from a recomputation that ended early."""
+        try:
+            yield
+        except BaseException:
+            if self.mesh.tp > 1:
+                from ..parallel.tensor.layers import break_off
+
+                break_off(self.module)
             raise
 
     @contextlib.contextmanager

@@ -327,7 +327,11 @@ class PipelineEngine(Engine):
         self.events.begin("forward", read if first else ((), {}))
         out = None
         try:
-            with self.activations.around(), self.recomputation.around((received, read), stage):
+            with (
+                self._regions_are_left(),
+                self.activations.around(),
+                self.recomputation.around((received, read), stage),
+            ):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)
             self.state.meet()

@@ -3,7 +3,8 @@ inputs, which the stage before waits for, and leaves the matrix product that mak
 
 Linear layers are found where they are called, whatever module they belong to: F.linear, and addmm as transformers'
 Conv1D calls it. What the weight's gradient needs (inputs, and gradients of outputs) is kept until then. All other
-parameters (norms, embeddings, and what activation checkpointing computes again) get theirs in backward."""
+parameters (norms, embeddings, those with hooks, and what activation checkpointing computes again) get theirs in
+backward."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Deferring(TorchFunctionMode):
         return _Linear.apply(self, *given)  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     def _takes(self, p: Any) -> bool:
-        return isinstance(p, torch.Tensor) and id(p) in self._indices
+        """Not one with hooks, which are to see its gradient, and may change it: autograd calls them."""
+        return isinstance(p, torch.Tensor) and id(p) in self._indices and not p._backward_hooks
 
     def index_of(self, p: torch.Tensor | None) -> int | None:
         return None if p is None else self._indices[id(p)]

@@ -16,12 +16,12 @@ class _Mean(torch.autograd.Function):
     def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, group: Any) -> torch.Tensor:
         both = torch.stack((total.double(), count.to(total.device, torch.float64)))
         dist.all_reduce(both, group=group)
-        ctx.scale = dist.get_world_size(group) / float(both[1])
+        ctx.scale = dist.get_world_size(group) / both[1]  # a tensor: infinite without labels, and no wait for a device
         return (both[0] / both[1]).to(total.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient * ctx.scale, None, None
+        return (gradient * ctx.scale).to(gradient.dtype), None, None
 
 
 def mean_over_ranks(total: torch.Tensor, count: torch.Tensor, group: Any) -> torch.Tensor:

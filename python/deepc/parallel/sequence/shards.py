@@ -23,7 +23,8 @@ def shard(
 
     An attention_mask of ones is left out. With zeros, causal=True says that the model looks back only: where all zeros
     are at the end (right padding) and have no labels, they don't count, and the mask is left out too. ArgumentError for
-    another mask or other shapes; UnsupportedError for tensors with the positions that are not known here."""
+    another mask or other shapes; UnsupportedError for packed samples (position_ids that do not go up by 1), and for
+    tensors with the positions that are not known here."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -46,6 +47,7 @@ def shard(
             )
         else:
             rest[name] = value
+    _check_positions(batch.get("position_ids"), batch.get("attention_mask"))
     whole = {name: batch[name] for name in known if batch.get(name) is not None}
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=ids.device).expand(samples, length)
@@ -119,6 +121,24 @@ def _check_mask(mask: Any, labels: Any, ignore_index: int, causal: bool) -> None
             f"sequence parallelism: padded positions have labels other than {ignore_index}; transformers' collators set"
             " them so"
         )
+
+
+def _check_positions(positions: Any, mask: Any) -> None:
+    """That they are of one sample a row, as transformers tells: packed ones would see each other. Those of padding,
+    which _check_mask lets pass, don't count."""
+    if positions is None:
+        return
+    breaks = positions[:, 1:] != positions[:, :-1] + 1
+    if mask is not None and mask.shape == positions.shape:
+        breaks = breaks & (mask[:, 1:] != 0)
+    if not bool(breaks.any()):
+        return
+    row, at = breaks.nonzero()[0].tolist()
+    raise UnsupportedError(
+        f"sequence parallelism: position_ids of row {row} go from {int(positions[row, at])} to"
+        f" {int(positions[row, at + 1])} at column {at + 1}, as those of packed samples, which would see each other;"
+        " give each sample a row of its own (padding at the end is left out by its attention_mask, with causal=True)"
+    )
 
 
 class Shards:

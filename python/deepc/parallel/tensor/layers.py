@@ -71,6 +71,12 @@ class Region:
         if self._random is not None:
             self._random.leave()
 
+    def break_off(self) -> None:
+        """A forward raised, maybe between the entrance and the exit: the next one begins outside, on all ranks."""
+        self._seen = self._entered = None
+        if self._random is not None:
+            self._random.break_off()
+
     # ---- hooks of a dropout that does not draw as what stands around it ----
     def whole_begins(self, *_: Any) -> None:
         """Its input is whole, in the midst of the region."""
@@ -188,6 +194,13 @@ class ParallelHead(_Head, _Parallel):
                 x, self.weight, labels, self.cuts["weight"], self.region.group, self.bias, **options
             )
         return gather(F.linear(x, self.weight, self.bias), self.region.group, -1, self._deepc_widths())
+
+
+def break_off(model: nn.Module) -> None:
+    """A forward of the model raised (see Region.break_off)."""
+    for module in model.modules():
+        if isinstance(module, _Parallel):
+            module.region.break_off()
 
 
 # ---- modules that are there ------------------------------------------------------------------------------------------

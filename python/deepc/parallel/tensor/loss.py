@@ -49,7 +49,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradients,) = ctx.saved_tensors
-        return gradients * grad.unsqueeze(1).to(gradients.dtype), None, None, None, None
+        # in fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16
+        return (gradients * grad.unsqueeze(1)).to(gradients.dtype), None, None, None, None
 
 
 def cross_entropy(
@@ -120,7 +121,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise UnsupportedError("the gradients of this loss were used up by its first backward; compute it again")
         (hidden, weight, bias), ctx.grads = ctx.grads, None
         wide, narrow = ctx.dtypes[1], ctx.dtypes[0]
-        scaled = (g.mul_(grad.to(g.dtype)) if g is not None else None for g in (hidden, weight, bias))
+        # a number multiplies in fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16
+        factor = grad if without_values(grad) else grad.item()
+        scaled = (g.mul_(factor) if g is not None else None for g in (hidden, weight, bias))
         h, w, b = scaled
         return (
             h if h is None else h.to(narrow),

@@ -33,6 +33,7 @@ class Inside:
         self._owner, self._rank = owner, group.rank
         self._outside: torch.Tensor | None = None
         self._inside: torch.Tensor | None = None  # while something steps out
+        self._seed: int | None = None  # of the generator inside
 
     # Looked up when they are asked for: while `owner` is copied, its copy has nothing yet.
     @functools.cached_property
@@ -48,15 +49,26 @@ class Inside:
         return self._owner.training and (rates or any(getattr(m, "p", 0.0) > 0 for m in self._drops))
 
     def enter(self) -> None:
-        if self._draws():  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more
+        self._outside = (
+            None  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more
+        )
+        if self._draws():
             seed = int(torch.randint(2**62, (), dtype=torch.int64))
             self._outside = torch.get_rng_state()
             torch.default_generator.manual_seed((seed + _STEP * (self._rank + 1)) % 2**64 - 2**63)
+            self._seed = torch.initial_seed()
 
     def leave(self) -> None:
         if self._outside is not None:
             torch.set_rng_state(self._outside)
             self._outside = None
+
+    def break_off(self) -> None:
+        """A forward raised, maybe inside: leaves. Not what a recomputation has entered, which torch.utils.checkpoint
+        has left: the generator has another seed then."""
+        if torch.initial_seed() == self._seed:
+            self.leave()
+        self._outside = self._inside = None
 
     def step_out(self) -> None:
         """What follows, up to step_in, draws as outside, where ranks draw alike."""
