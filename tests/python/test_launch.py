@@ -356,6 +356,60 @@ def test_syntax_error_and_exit_text_are_shown(tmp_path):
     assert exit_code == 1 and "SystemExit: no data today" in err
 
 
+def unread(tmp_path: Path, *command: str) -> int:
+    """The exit code of a program whose output nobody reads. A process of its own: what the interpreter writes at its
+    end counts."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            timeout=TIMEOUT,
+        )
+    finally:
+        os.close(writer)
+    return done.returncode
+
+
+def test_the_exit_code_is_the_runs_though_nobody_reads(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; sys.exit(17)")
+    assert unread(tmp_path, "-m", "deepc", "run", "--cpu", "script.py") == 17
+
+
+# `deepc run` that mentions ranks which ended before others at once; the file `told` is there when it has.
+TELLS = """
+import pathlib, sys
+import deepc.launch.driver as d
+from deepc.cli import main
+
+tell = d.Driver._tell_finished
+
+def and_note(driver):
+    try:
+        tell(driver)
+    finally:
+        if driver._told_finished:
+            pathlib.Path("told").touch()
+
+d.FINISHED_S, d.Driver._tell_finished = 0.0, and_note
+sys.exit(main(["run", "--cpu", "--quiet", "--num_ranks", "2", "script.py"]))
+"""
+
+
+def test_ranks_go_on_though_nobody_reads_that_others_ended(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\nwhile os.environ['RANK'] == '0':\n    if os.path.exists('told'): sys.exit(17)\n"
+        "    time.sleep(0.01)"
+    )
+    assert unread(tmp_path, "-c", TELLS) == 17
+
+
 def test_a_killed_rank_with_data_loaders_leaves_no_process(tmp_path):
     code = (
         LOADERS

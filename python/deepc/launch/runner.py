@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from ..core.telemetry.speak import tell
 from . import mpi
 from .driver import GRACE_S, Driver
 from .failure import Failure, first_failure, report
@@ -65,7 +66,7 @@ def _run_through(launch: Launch) -> int:
         env = {**from_files(), **mpi.environment(launch, reports.address)}
         command = mpi.command(launch, env)
         if not launch.quiet:
-            print("deepc run: " + " ".join(command[: command.index(mpi.RANK)]) + " ...", file=sys.stderr, flush=True)
+            tell("deepc run: " + " ".join(command[: command.index(mpi.RANK)]) + " ...")
         argv = [sys.executable, "-u", mpi.RANK, "launcher", *command]
         here = replace(launch, hosts=(Host("localhost", (0,), True),), launcher="local", env={}, logs=None)
         with Driver(here, commands=[{"rank": command[0], "argv": argv, "env": env}]) as driver:
@@ -104,7 +105,7 @@ def run(launch: Launch) -> int:
 
     refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
-        print(launch.describe(), file=sys.stderr, flush=True)
+        tell(launch.describe())
     before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}
     before[signal.SIGTSTP] = signal.getsignal(signal.SIGTSTP)
     become_subreaper()
@@ -113,7 +114,7 @@ def run(launch: Launch) -> int:
             code = _run_ranks(launch) if launch.launcher in ("local", "ssh") else _run_through(launch)
     except (_Stopped, KeyboardInterrupt) as exc:
         sig = signal.Signals(getattr(exc, "sigval", signal.SIGINT))
-        print(f"\ndeepc run: stopped by {sig.name}", file=sys.stderr, flush=True)
+        tell(f"\ndeepc run: stopped by {sig.name}")
         code = 128 + sig
     finally:
         for sig in _STOPPING:
