@@ -439,6 +439,26 @@ def test_stopping_the_launcher_stops_everything(tmp_path, sig):
     assert run.wait_gone(4) == set()
 
 
+def test_signals_that_were_ignored_stay_so(tmp_path):
+    """nohup ignores SIGHUP, a script's `&` SIGINT and SIGQUIT. The rank sends them to its launcher (its parent's
+    parent), then one that is not ignored."""
+    code = """
+        import os, signal, time
+        with open(f"/proc/{os.getppid()}/stat") as f:
+            launcher = int(f.read().rpartition(")")[2].split()[1])
+        with open(f"/proc/{launcher}/status") as f:
+            ignored = int(next(line for line in f if line.startswith("SigIgn:")).split()[1], 16)
+        for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            assert ignored >> sig - 1 & 1, sig
+            os.kill(launcher, sig)
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(1000)
+    """
+    prefix = ("sh", "-c", 'trap "" HUP INT QUIT; exec "$0" "$@"')
+    exit_code, _, err = Run(tmp_path, code, launcher=("--num_ranks", "1"), prefix=prefix).finish()
+    assert exit_code == 128 + signal.SIGTERM and "stopped by SIGTERM" in err, err
+
+
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
     run = Run(tmp_path, LOADERS + "\n    time.sleep(1000)\n", launcher=("--num_ranks", "1"))  # each by itself
     wait_for([tmp_path / "ready0"], run)

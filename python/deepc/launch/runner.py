@@ -35,6 +35,12 @@ class _Stopped(Exception):
         self.sigval = sig
 
 
+def _heeded() -> list[signal.Signals]:
+    """Those of _STOPPING that stop this run: nohup ignores SIGHUP, a shell's background job without job control SIGINT
+    and SIGQUIT, and so do we."""
+    return [sig for sig in _STOPPING if signal.getsignal(sig) is not signal.SIG_IGN]
+
+
 def _raise_stopped(sig: int, _frame: FrameType | None) -> None:
     raise _Stopped(sig)
 
@@ -46,7 +52,7 @@ def _finish(driver: Driver) -> list[Failure]:
         driver.start()
         return driver.wait()
     except (_Stopped, KeyboardInterrupt):
-        for sig in _STOPPING:  # what follows must not be interrupted half-way; a second signal shortens it
+        for sig in _heeded():  # what follows must not be interrupted half-way; a second signal shortens it
             signal.signal(sig, lambda *_: driver.stop(0.0))
         driver.stop(GRACE_S)
         driver.wait()
@@ -106,7 +112,7 @@ def run(launch: Launch) -> int:
     refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
         tell(launch.describe())
-    before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}
+    before = {sig: signal.signal(sig, _raise_stopped) for sig in _heeded()}
     before[signal.SIGTSTP] = signal.getsignal(signal.SIGTSTP)
     become_subreaper()
     try:
