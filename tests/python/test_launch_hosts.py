@@ -946,7 +946,8 @@ def test_real_slurm(tmp_path, cluster):
         ("2", "0", "2"),
         ("3", "1", "2"),
     ]
-    run = Run(tmp_path, FAIL, "raise", launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu"), env=cluster)
+    pmi2 = "--launcher_args=--mpi=pmi2"  # sets rank and size as MPICH does, and no more
+    run = Run(tmp_path, FAIL, "raise", launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu", pmi2), env=cluster)
     code, _, err = run.finish()
     assert (
         code == 1 and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "deepc run: rank 1 (pid " in err
@@ -1004,6 +1005,16 @@ def test_places():
         places.discover(two)
     with pytest.raises(places.PlaceError, match="MPI_LOCALRANKID is not"):
         places.discover({"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+def test_pmi2_of_slurm_leaves_the_place_to_slurm():
+    """It sets rank and size alone."""
+    pmi2 = {"PMI_FD": "9", "PMI_JOBID": "77.0", "PMI_RANK": "5", "PMI_SIZE": "7"}
+    assert places.discover({**SLURM, **pmi2}) == places.discover(SLURM)
+    for other in ({"PMI_RANK": "4"}, {"PMI_SIZE": "14"}):  # of an mpirun inside
+        with pytest.raises(places.PlaceError, match="MPI_LOCALRANKID is not"):
+            places.discover({**SLURM, **pmi2, **other})
+    assert places.discover({**SLURM, **MPICH})[0] == "MPICH"
 
 
 def test_no_place():
