@@ -763,6 +763,28 @@ def test_srun(programs, hostfile, script, monkeypatch):
         command("--launcher", "slurm", "--hostfile", hostfile, "--include", "worker-2:2", script)
 
 
+def test_the_tasks_of_a_slurm_job_are_its_ranks(programs, script, monkeypatch):
+    """SLURM_TASKS_PER_NODE counts CPUs where no tasks were asked for, and in a step those of the step."""
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    assert "2 ranks on 2 hosts" in plan("--launcher", "slurm", script).describe()
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    launch = plan("--launcher", "slurm", script)
+    assert "8 ranks on 2 hosts through slurm: n1 (4), n2 (4)" in launch.describe()
+    assert {"--ntasks=8", "--ntasks-per-node=4"} <= set(command("--launcher", "slurm", script))
+    assert plan("--launcher", "slurm", "--num_ranks", "3", script).ranks == 6
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4,3")
+    assert "--ntasks=3" in command("--launcher", "slurm", "--include", "n2", script)
+    with pytest.raises(UnsupportedError, match="these differ: n1 4, n2 3. Use .* --num_gpus N"):
+        command("--launcher", "slurm", script)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
+    assert plan("--launcher", "slurm", script).ranks == 2
+
+
 def test_mpirun(programs, hostfile, script, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     made = command("--launcher", "openmpi", "--hostfile", hostfile, "--exclude", "localhost", script)
