@@ -842,6 +842,18 @@ def test_a_rank_under_srun_reports_its_traceback_to_the_launcher(tmp_path, progr
     assert run.wait_gone(20) == set()
 
 
+@pytest.mark.parametrize("asked, code", [(-1, 255), (-9, 247), (256, 0)])
+def test_an_exit_code_reaches_the_launcher_as_the_system_has_it(tmp_path, asked, code):
+    """Behind srun and mpirun; a negative one would stand for a signal."""
+    (tmp_path / "script.py").write_text(f"import sys; sys.exit({asked})")
+    with mpi.reports() as reports:
+        env = {**os.environ, "RANK": "0", "DEEPC_REPORT_TO": reports.address}
+        done = subprocess.run([sys.executable, mpi.RANK, "script", "script.py"], cwd=tmp_path, env=env)
+        assert done.returncode == code
+        told = [f.headline() for f in reports.failures]
+    assert [text.partition(") ")[2] for text in told] == ([f"ended with exit code {code}"] if code else [])
+
+
 def _mpirun(*candidates: str) -> str:
     found = next((c for c in candidates if shutil.which(c)), None)
     if found is None:
