@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 from deepc.errors import ArgumentError, UnsupportedError
-from deepc.launch import mpi, options
+from deepc.launch import driver, mpi, options
 from deepc.launch.host import bind, frames, places
 from deepc.launch.remote import environment as export
 from deepc.launch.remote import hosts, ssh
@@ -437,6 +438,23 @@ def test_two_hosts_through_ssh(tmp_path, fake_ssh):
             and "BatchMode=yes" in argv
         )
     assert run.wait_gone(20) == set()
+
+
+def test_threads_that_a_file_sets_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    two = (hosts.Host("localhost", (0, 1), True), hosts.Host("h2", (0, 1), False))
+    run = driver.Driver(options.Launch(two, "script", ("train.py",), "ssh"))
+
+    def threads() -> list[str]:
+        hello = {"cores": 8, "gpus": 0, "interface": None}
+        made = [types.SimpleNamespace(host=h, remote=not h.local, hello=hello) for h in two]
+        return [run._spec(i, c, "h1", 1)["env"]["OMP_NUM_THREADS"] for i, c in enumerate(made)]
+
+    assert threads() == ["4", "4"]
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=3\n")
+    assert threads() == ["3", "3"]
 
 
 def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fake_ssh):

@@ -245,7 +245,7 @@ class Driver:
         env = dict(launch.env)
         if several or c.remote:
             env = {**(exported(os.environ) if c.remote else from_files()), **env}
-            env.update(threads(c.host.ranks, c.hello["cores"] if c.hello else 1, launch.bind))
+            env = {**threads(c.host.ranks, c.hello["cores"] if c.hello else 1, launch.bind), **env}  # a file may set it
             if self._uses_gpus(c):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, c.host.slots))
             if c.remote and c.hello and c.hello["interface"] and "GLOO_SOCKET_IFNAME" not in env:
