@@ -8,12 +8,14 @@ import argparse
 import difflib
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import complete
+from .core.telemetry import speak
 from .errors import DeepcError
 
 
@@ -21,7 +23,8 @@ from .errors import DeepcError
 class Command:
     """One subcommand. arguments, run: "module:function" of this package; run takes the parsed arguments and returns the
     exit code. needs_torch: False where what it does, or a part of that, does without: run calls deepc.complete itself
-    before what does not."""
+    before what does not. only_shows: whether the exit code says nothing of the answer, so that a reader may leave
+    before its end."""
 
     help: str
     description: str
@@ -30,6 +33,7 @@ class Command:
     arguments: str
     run: str
     needs_torch: bool = True
+    only_shows: Callable[[argparse.Namespace], bool] = lambda _: False
 
 
 _TWO = "2 the question can't be answered (a wrong argument, a file that is not there)"
@@ -64,6 +68,7 @@ _COMMANDS: dict[str, Command] = {
         f"0; {_TWO}",
         "arguments.estimate:plan_arguments",
         "parallel.simulate.onpaper:run_plan",
+        only_shows=lambda args: not (args.svg or args.write or args.html),
     ),
     "tune": Command(
         "find the fastest configuration of a script by short trials",
@@ -119,6 +124,7 @@ _COMMANDS: dict[str, Command] = {
         "config.explain:add_arguments",
         "config.explain:run",
         needs_torch=False,
+        only_shows=lambda args: args.config_command != "check",
     ),
     "report": Command(
         "make a page of a run, or compare several",
@@ -144,6 +150,7 @@ _COMMANDS: dict[str, Command] = {
         f"0; 1 damaged (verify) or different (diff); {_TWO}",
         "arguments.ckpt:add_arguments",
         "checkpoint.tool:run",
+        only_shows=lambda args: args.ckpt_command == "info",
     ),
     "bench": Command(
         "measure this machine in 20 seconds",
@@ -298,7 +305,8 @@ def guide() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the command line asks in vain, else the subcommand's."""
+    """Returns the exit code: 0, 2 for what the command line asks in vain, 141 where the reader left before the answer
+    was known, else the subcommand's."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(guide())
@@ -310,20 +318,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         print(guide())
         return 0
+    command = _COMMANDS[args.command]
     try:
-        command = _COMMANDS[args.command]
         if command.needs_torch:
             complete()
-        return int(_resolve(command.run)(args))
+        code = int(_resolve(command.run)(args))
     except DeepcError as exc:
-        print(f"deepc {args.command}: error: {exc}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
-        return 0
+        speak.tell(f"deepc {args.command}: error: {exc}")
+        code = 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough; a check is not passed by that
+        code = 0 if command.only_shows(args) else 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print(f"deepc {args.command}: interrupted", file=sys.stderr)
-        return 130
+        speak.tell(f"deepc {args.command}: interrupted")
+        code = 130
+    speak.drop_unread()
+    return code
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -211,6 +213,27 @@ def test_what_is_wrong_is_named_with_its_place(line, says, folder_of_mistakes, c
     printed = capfd.readouterr()
     assert code == 2 and says in printed.err, printed.err
     assert "Traceback" not in printed.err and f"deepc {line.split()[0]}" in printed.err
+
+
+@pytest.mark.parametrize(
+    "line, code",
+    [
+        ("config keys", 0),
+        ("plan --schedule 1f1b --stages 2 --micro-batches 4", 0),
+        ("plan --schedule 1f1b --stages 2 --micro-batches 4 --svg 1f1b.svg", 141),  # not written
+        ("config check ok.json --ranks 2", 141),
+        ("estimate --params 7e9", 141),
+        ("run none.py", 2),
+    ],
+)
+def test_a_check_is_not_passed_by_a_reader_that_leaves(line, code, folder_of_mistakes, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as nobody_reads:
+        monkeypatch.setattr(sys, "stdout", nobody_reads)
+        monkeypatch.setattr(sys, "stderr", nobody_reads)
+        assert main(shlex.split(line)) == code
+    assert not (folder_of_mistakes / "1f1b.svg").exists()
 
 
 def test_the_documentation_has_every_command():

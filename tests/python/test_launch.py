@@ -356,6 +356,60 @@ def test_syntax_error_and_exit_text_are_shown(tmp_path):
     assert exit_code == 1 and "SystemExit: no data today" in err
 
 
+def unread(tmp_path: Path, *command: str) -> int:
+    """The exit code of a program whose output nobody reads. A process of its own: what the interpreter writes at its
+    end counts."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            timeout=TIMEOUT,
+        )
+    finally:
+        os.close(writer)
+    return done.returncode
+
+
+def test_the_exit_code_is_the_runs_though_nobody_reads(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; sys.exit(17)")
+    assert unread(tmp_path, "-m", "deepc", "run", "--cpu", "script.py") == 17
+
+
+# `deepc run` that mentions ranks which ended before others at once; the file `told` is there when it has.
+TELLS = """
+import pathlib, sys
+import deepc.launch.driver as d
+from deepc.cli import main
+
+tell = d.Driver._tell_finished
+
+def and_note(driver):
+    try:
+        tell(driver)
+    finally:
+        if driver._told_finished:
+            pathlib.Path("told").touch()
+
+d.FINISHED_S, d.Driver._tell_finished = 0.0, and_note
+sys.exit(main(["run", "--cpu", "--quiet", "--num_ranks", "2", "script.py"]))
+"""
+
+
+def test_ranks_go_on_though_nobody_reads_that_others_ended(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\nwhile os.environ['RANK'] == '0':\n    if os.path.exists('told'): sys.exit(17)\n"
+        "    time.sleep(0.01)"
+    )
+    assert unread(tmp_path, "-c", TELLS) == 17
+
+
 def test_a_killed_rank_with_data_loaders_leaves_no_process(tmp_path):
     code = (
         LOADERS
@@ -383,6 +437,26 @@ def test_stopping_the_launcher_stops_everything(tmp_path, sig):
     exit_code, _, err = run.finish()
     assert exit_code == 128 + sig and f"stopped by {sig.name}" in err
     assert run.wait_gone(4) == set()
+
+
+def test_signals_that_were_ignored_stay_so(tmp_path):
+    """nohup ignores SIGHUP, a script's `&` SIGINT and SIGQUIT. The rank sends them to its launcher (its parent's
+    parent), then one that is not ignored."""
+    code = """
+        import os, signal, time
+        with open(f"/proc/{os.getppid()}/stat") as f:
+            launcher = int(f.read().rpartition(")")[2].split()[1])
+        with open(f"/proc/{launcher}/status") as f:
+            ignored = int(next(line for line in f if line.startswith("SigIgn:")).split()[1], 16)
+        for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            assert ignored >> sig - 1 & 1, sig
+            os.kill(launcher, sig)
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(1000)
+    """
+    prefix = ("sh", "-c", 'trap "" HUP INT QUIT; exec "$0" "$@"')
+    exit_code, _, err = Run(tmp_path, code, launcher=("--num_ranks", "1"), prefix=prefix).finish()
+    assert exit_code == 128 + signal.SIGTERM and "stopped by SIGTERM" in err, err
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):

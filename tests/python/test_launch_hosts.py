@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 from deepc.errors import ArgumentError, UnsupportedError
-from deepc.launch import mpi, options
+from deepc.launch import driver, mpi, options
 from deepc.launch.host import bind, frames, places
 from deepc.launch.remote import environment as export
 from deepc.launch.remote import hosts, ssh
@@ -439,6 +440,23 @@ def test_two_hosts_through_ssh(tmp_path, fake_ssh):
     assert run.wait_gone(20) == set()
 
 
+def test_threads_that_a_file_sets_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    two = (hosts.Host("localhost", (0, 1), True), hosts.Host("h2", (0, 1), False))
+    run = driver.Driver(options.Launch(two, "script", ("train.py",), "ssh"))
+
+    def threads() -> list[str]:
+        hello = {"cores": 8, "gpus": 0, "interface": None}
+        made = [types.SimpleNamespace(host=h, remote=not h.local, hello=hello) for h in two]
+        return [run._spec(i, c, "h1", 1)["env"]["OMP_NUM_THREADS"] for i, c in enumerate(made)]
+
+    assert threads() == ["4", "4"]
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=3\n")
+    assert threads() == ["3", "3"]
+
+
 def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fake_ssh):
     file = write_hosts(tmp_path, "h1 slots=1", "unknown slots=1", "silent slots=1")
     run = Run(tmp_path, SHOW, launcher=("--hostfile", file, "--cpu", "--connect_timeout", "2"), env=fake_ssh)
@@ -763,6 +781,28 @@ def test_srun(programs, hostfile, script, monkeypatch):
         command("--launcher", "slurm", "--hostfile", hostfile, "--include", "worker-2:2", script)
 
 
+def test_the_tasks_of_a_slurm_job_are_its_ranks(programs, script, monkeypatch):
+    """SLURM_TASKS_PER_NODE counts CPUs where no tasks were asked for, and in a step those of the step."""
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    assert "2 ranks on 2 hosts" in plan("--launcher", "slurm", script).describe()
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    launch = plan("--launcher", "slurm", script)
+    assert "8 ranks on 2 hosts through slurm: n1 (4), n2 (4)" in launch.describe()
+    assert {"--ntasks=8", "--ntasks-per-node=4"} <= set(command("--launcher", "slurm", script))
+    assert plan("--launcher", "slurm", "--num_ranks", "3", script).ranks == 6
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4,3")
+    assert "--ntasks=3" in command("--launcher", "slurm", "--include", "n2", script)
+    with pytest.raises(UnsupportedError, match="these differ: n1 4, n2 3. Use .* --num_gpus N"):
+        command("--launcher", "slurm", script)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
+    assert plan("--launcher", "slurm", script).ranks == 2
+
+
 def test_mpirun(programs, hostfile, script, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     made = command("--launcher", "openmpi", "--hostfile", hostfile, "--exclude", "localhost", script)
@@ -818,6 +858,18 @@ def test_a_rank_under_srun_reports_its_traceback_to_the_launcher(tmp_path, progr
     report = err[err.rindex("deepc run: rank 0") :]
     assert "raised KeyError" in report and report.rstrip().splitlines()[-2] == "KeyError: 'under srun'"
     assert run.wait_gone(20) == set()
+
+
+@pytest.mark.parametrize("asked, code", [(-1, 255), (-9, 247), (256, 0)])
+def test_an_exit_code_reaches_the_launcher_as_the_system_has_it(tmp_path, asked, code):
+    """Behind srun and mpirun; a negative one would stand for a signal."""
+    (tmp_path / "script.py").write_text(f"import sys; sys.exit({asked})")
+    with mpi.reports() as reports:
+        env = {**os.environ, "RANK": "0", "DEEPC_REPORT_TO": reports.address}
+        done = subprocess.run([sys.executable, mpi.RANK, "script", "script.py"], cwd=tmp_path, env=env)
+        assert done.returncode == code
+        told = [f.headline() for f in reports.failures]
+    assert [text.partition(") ")[2] for text in told] == ([f"ended with exit code {code}"] if code else [])
 
 
 def _mpirun(*candidates: str) -> str:
@@ -946,7 +998,8 @@ def test_real_slurm(tmp_path, cluster):
         ("2", "0", "2"),
         ("3", "1", "2"),
     ]
-    run = Run(tmp_path, FAIL, "raise", launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu"), env=cluster)
+    pmi2 = "--launcher_args=--mpi=pmi2"  # sets rank and size as MPICH does, and no more
+    run = Run(tmp_path, FAIL, "raise", launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu", pmi2), env=cluster)
     code, _, err = run.finish()
     assert (
         code == 1 and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "deepc run: rank 1 (pid " in err
@@ -1004,6 +1057,16 @@ def test_places():
         places.discover(two)
     with pytest.raises(places.PlaceError, match="MPI_LOCALRANKID is not"):
         places.discover({"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+def test_pmi2_of_slurm_leaves_the_place_to_slurm():
+    """It sets rank and size alone."""
+    pmi2 = {"PMI_FD": "9", "PMI_JOBID": "77.0", "PMI_RANK": "5", "PMI_SIZE": "7"}
+    assert places.discover({**SLURM, **pmi2}) == places.discover(SLURM)
+    for other in ({"PMI_RANK": "4"}, {"PMI_SIZE": "14"}):  # of an mpirun inside
+        with pytest.raises(places.PlaceError, match="MPI_LOCALRANKID is not"):
+            places.discover({**SLURM, **pmi2, **other})
+    assert places.discover({**SLURM, **MPICH})[0] == "MPICH"
 
 
 def test_no_place():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.telemetry.speak import tell
 from ..errors import CommError, DeepcError
 from .failure import Failure
 from .host.frames import Decoder, FrameError, Sender
@@ -179,8 +180,7 @@ class Driver:
         mine = next((d.hello for d in self.connections if d.hello), {})
         if hello.get("code") != mine.get("code"):
             first = self.connections[0].host.name
-            text = f"deepc run: {c.host.name} has another version of deepc than {first}; install the same on all"
-            print(text, file=sys.stderr, flush=True)
+            tell(f"deepc run: {c.host.name} has another version of deepc than {first}; install the same on all")
         gpus = hello.get("gpus", 0)
         if c.remote and gpus and not self.launch.cpu and max(c.host.slots) >= gpus:
             raise CommError(
@@ -245,7 +245,7 @@ class Driver:
         env = dict(launch.env)
         if several or c.remote:
             env = {**(exported(os.environ) if c.remote else from_files()), **env}
-            env.update(threads(c.host.ranks, c.hello["cores"] if c.hello else 1, launch.bind))
+            env = {**threads(c.host.ranks, c.hello["cores"] if c.hello else 1, launch.bind), **env}  # a file may set it
             if self._uses_gpus(c):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, c.host.slots))
             if c.remote and c.hello and c.hello["interface"] and "GLOO_SOCKET_IFNAME" not in env:
@@ -360,12 +360,10 @@ class Driver:
             return
         self._told_finished = True
         names = ", ".join(map(str, sorted(self._finished, key=str)[:8])) + (" ..." if len(self._finished) > 8 else "")
-        print(
+        tell(
             f"deepc run: rank {names} ended with exit code 0 more than {FINISHED_S:.0f} s ago, and "
             f"{ranks - len(self._finished)} of {ranks} ranks still run. If they wait, `deepc doctor {os.getpid()}` says"
-            " for what",
-            file=sys.stderr,
-            flush=True,
+            " for what"
         )
 
     def _keep_alive(self) -> None:

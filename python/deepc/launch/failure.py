@@ -3,10 +3,13 @@ last."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
 from dataclasses import dataclass
+
+from ..core.telemetry.speak import tell
 
 # Raised on the survivors because a peer failed: never the first cause if there is another.
 _CONSEQUENCES = {"RankDiedError", "AbortedError", "CommTimeoutError", "DistNetworkError", "DistBackendError"}
@@ -78,8 +81,9 @@ def report(failures: list[Failure], exit_code: int | None = None) -> int:
             ),
             "its first line.",
         ]
-    sys.stdout.flush()
-    print("\n".join([*text, "=" * 100]), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # as tell does
+        sys.stdout.flush()
+    tell("\n".join([*text, "=" * 100]))
     if exit_code is not None:
         return exit_code
     if first.exit is None:

@@ -47,7 +47,7 @@ def _equal_slots(launch: Launch) -> int:
         shown = ", ".join(f"{h.name} {h.ranks}" for h in launch.hosts)
         raise UnsupportedError(
             f"--launcher {launch.launcher} starts equally many ranks on every host, and these differ: {shown}. Use "
-            "--launcher ssh or openmpi"
+            "--launcher ssh or openmpi, or ask for as many on each with --num_gpus N"
         )
     return counts.pop()
 

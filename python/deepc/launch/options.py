@@ -321,19 +321,31 @@ def _of_hostfile(args: argparse.Namespace, path: str, wanted: int | None) -> tup
     return tuple(Host(name, slots, not args.force_multi and is_this_machine(name)) for name, slots in pool.items())
 
 
+def _slurm_tasks(nodes: int) -> list[int]:
+    """The allocation's tasks on each of its nodes; where it names none, a rank for each GPU."""
+    env = os.environ
+    try:
+        counts = [places.tasks_on(i, env.get("SLURM_TASKS_PER_NODE", "")) for i in range(nodes)]
+    except places.PlaceError:  # of a step on some of the nodes (srun --pty bash)
+        counts = []
+    if str(sum(counts)) == env.get("SLURM_NTASKS"):  # without that it counts CPUs
+        return counts
+    return [int(env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or 1)] * nodes
+
+
 def _of_slurm(args: argparse.Namespace, wanted: int | None) -> tuple[tuple[Host, ...], bool]:
     """Without a hostfile: the allocation's hosts, or as many as Slurm shall find. The flag: their names are known."""
-    env = os.environ
-    names = places.expand(env.get("SLURM_JOB_NODELIST", ""))
-    per_node = wanted or int(env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or 1)
+    names = places.expand(os.environ.get("SLURM_JOB_NODELIST", ""))
+    nodes = len(names) or args.num_nodes or 1
+    ranks = [wanted] * nodes if wanted else _slurm_tasks(nodes)
     if not names:
         if args.include or args.exclude:
             raise ArgumentError(
                 "--include and --exclude need to know the hosts: add --hostfile, or run inside a Slurm allocation"
                 " (salloc, sbatch)"
             )
-        return tuple(Host(f"node {i}", tuple(range(per_node))) for i in range(args.num_nodes or 1)), False
-    pool = select({name: tuple(range(per_node)) for name in names}, args.include, args.exclude)
+        return tuple(Host(f"node {i}", tuple(range(n))) for i, n in enumerate(ranks)), False
+    pool = select({name: tuple(range(n)) for name, n in zip(names, ranks)}, args.include, args.exclude)
     return (
         tuple(Host(name, slots) for name, slots in trim(pool, args.num_nodes, None, "the Slurm allocation").items()),
         True,

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from ..core.telemetry.speak import tell
 from . import mpi
 from .driver import GRACE_S, Driver
 from .failure import Failure, first_failure, report
@@ -34,6 +35,12 @@ class _Stopped(Exception):
         self.sigval = sig
 
 
+def _heeded() -> list[signal.Signals]:
+    """Those of _STOPPING that stop this run: nohup ignores SIGHUP, a shell's background job without job control SIGINT
+    and SIGQUIT, and so do we."""
+    return [sig for sig in _STOPPING if signal.getsignal(sig) is not signal.SIG_IGN]
+
+
 def _raise_stopped(sig: int, _frame: FrameType | None) -> None:
     raise _Stopped(sig)
 
@@ -45,7 +52,7 @@ def _finish(driver: Driver) -> list[Failure]:
         driver.start()
         return driver.wait()
     except (_Stopped, KeyboardInterrupt):
-        for sig in _STOPPING:  # what follows must not be interrupted half-way; a second signal shortens it
+        for sig in _heeded():  # what follows must not be interrupted half-way; a second signal shortens it
             signal.signal(sig, lambda *_: driver.stop(0.0))
         driver.stop(GRACE_S)
         driver.wait()
@@ -65,7 +72,7 @@ def _run_through(launch: Launch) -> int:
         env = {**from_files(), **mpi.environment(launch, reports.address)}
         command = mpi.command(launch, env)
         if not launch.quiet:
-            print("deepc run: " + " ".join(command[: command.index(mpi.RANK)]) + " ...", file=sys.stderr, flush=True)
+            tell("deepc run: " + " ".join(command[: command.index(mpi.RANK)]) + " ...")
         argv = [sys.executable, "-u", mpi.RANK, "launcher", *command]
         here = replace(launch, hosts=(Host("localhost", (0,), True),), launcher="local", env={}, logs=None)
         with Driver(here, commands=[{"rank": command[0], "argv": argv, "env": env}]) as driver:
@@ -104,8 +111,8 @@ def run(launch: Launch) -> int:
 
     refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
-        print(launch.describe(), file=sys.stderr, flush=True)
-    before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}
+        tell(launch.describe())
+    before = {sig: signal.signal(sig, _raise_stopped) for sig in _heeded()}
     before[signal.SIGTSTP] = signal.getsignal(signal.SIGTSTP)
     become_subreaper()
     try:
@@ -113,7 +120,7 @@ def run(launch: Launch) -> int:
             code = _run_ranks(launch) if launch.launcher in ("local", "ssh") else _run_through(launch)
     except (_Stopped, KeyboardInterrupt) as exc:
         sig = signal.Signals(getattr(exc, "sigval", signal.SIGINT))
-        print(f"\ndeepc run: stopped by {sig.name}", file=sys.stderr, flush=True)
+        tell(f"\ndeepc run: stopped by {sig.name}")
         code = 128 + sig
     finally:
         for sig in _STOPPING:

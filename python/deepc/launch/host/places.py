@@ -82,7 +82,8 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str] | None:
 
 def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
     """A launcher that sets rank, size, local rank and local size under these names. job: the variable that names the
-    job, if there is one."""
+    job, if there is one. Rank and size alone, as `srun --mpi=pmi2` sets them, leave the answer to Slurm's variables, if
+    those speak of the same rank."""
 
     def read(env: Mapping[str, str]) -> dict[str, str] | None:
         if names[0] not in env or names[1] not in env:
@@ -90,6 +91,9 @@ def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
         rank, size = env[names[0]], env[names[1]]
         local_rank, local = env.get(names[2]), env.get(names[3])
         if int(size) > 1 and (local_rank is None or local is None):
+            slurm = _slurm(env)
+            if slurm is not None and (slurm["RANK"], slurm["WORLD_SIZE"]) == (rank, size):
+                return None
             raise PlaceError(
                 f"{names[0]} and {names[1]} are set, {names[2] if local_rank is None else names[3]} is not: this"
                 " launcher doesn't tell which ranks share a host. Set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank,"
@@ -112,7 +116,7 @@ _LAUNCHERS = {
     "OpenMPI": _counted(_world("OMPI_COMM_WORLD_"), "PMIX_NAMESPACE"),
     "MVAPICH": _counted(_world("MV2_COMM_WORLD_"), "PMI_KVSNAME"),
     "MPICH": _counted(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_KVSNAME"),  # also Intel MPI
-    "Slurm": _slurm,  # last: under `srun --mpi=pmi2` and inside an allocation the MPI launcher's own are the right ones
+    "Slurm": _slurm,  # last: of ranks that an MPI launcher starts inside an allocation its own are the right ones
 }
 
 

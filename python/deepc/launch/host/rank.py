@@ -88,7 +88,9 @@ def record(exc: BaseException) -> None:
 
 
 def record_exit(code: int) -> None:
-    """sys.exit(code): who started us sees it; the launcher behind mpirun or srun does not."""
+    """sys.exit(code): who started us sees it; the launcher behind mpirun or srun does not. As the system has it: -1 is
+    255, and 256 is 0."""
+    code &= 0xFF
     if REPORT_TO and code:
         send_record(described(f"exit code {code}", "", "", exit=code))
 
