@@ -167,6 +167,15 @@ def test_backward_twice_and_no_second_derivative():
         torch.autograd.grad(loss, hidden, grad_outputs=torch.ones((), requires_grad=True), create_graph=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "sum"}, {"reduction": "none"}])
+def test_a_gradient_penalty_is_refused(options):
+    """The gradient of a plain loss as a term of another: without an error it would be a constant to the weight."""
+    hidden, weight, labels, _ = subject()
+    loss = deepc.linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, **options)
+    with pytest.raises(UnsupportedError, match="no second derivative.*create_graph=True"):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+
+
 def test_autocast_and_checkpoint():
     hidden, weight, labels, bias = subject(n=64)
     for t in (hidden, weight, bias):

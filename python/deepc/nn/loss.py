@@ -54,9 +54,9 @@ def linear_cross_entropy(
     chunk (default: what makes a buffer of 64 MiB, on a GPU of 256). recompute: keep no gradients between forward and
     backward; one more GEMM, d x v numbers less.
 
-    Differentiable in hidden, weight and bias, once (a second derivative raises UnsupportedError). Raises ArgumentError
-    for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and gives NaN on
-    CUDA."""
+    Differentiable in hidden, weight and bias, once (a backward with create_graph=True raises UnsupportedError). Raises
+    ArgumentError for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and
+    gives NaN on CUDA."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -254,6 +254,16 @@ def _compact(hidden: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor,
     return hidden[index], labels[index], index
 
 
+def refuse_graph(name: str, instead: str) -> None:
+    """In a backward: UnsupportedError if it runs to be differentiated itself. Its results hold no graph to the hidden
+    states and weights they were made of: they would count as constants, whatever the incoming gradient is."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} has no second derivative, and its backward runs with create_graph=True; use {instead} there, or"
+            " leave create_graph away"
+        )
+
+
 def _spread(rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     """The inverse of _compact, zeros elsewhere."""
     return rows if index is None else torch.zeros_like(like).index_copy_(0, index, rows)
@@ -424,11 +434,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and grad is not None and grad.requires_grad:
-        raise UnsupportedError(
-            "linear_cross_entropy has no second derivative; use torch.nn.functional.linear and cross_entropy with"
-            " create_graph=True"
-        )
+    refuse_graph("linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     if grad is None:
         nothing: tuple[None, ...] = (None,) * ctx.count
         return nothing

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from ...nn.loss import WeightGradient, rows_per_chunk
+from ...nn.loss import WeightGradient, refuse_graph, rows_per_chunk
 from ..axes import without_values
 from .cut import Cut
 from .group import TensorGroup
+
+_INSTEAD = "a model whose head is whole (tensor_parallel.autotp_size 1)"
 
 
 def _probabilities(logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup, ignore: int) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         (gradients,) = ctx.saved_tensors
         return gradients * grad.unsqueeze(1).to(gradients.dtype), None, None, None, None
 
@@ -116,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         if ctx.grads is None:
             raise UnsupportedError("the gradients of this loss were used up by its first backward; compute it again")
         (hidden, weight, bias), ctx.grads = ctx.grads, None
