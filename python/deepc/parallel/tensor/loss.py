@@ -100,6 +100,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         sum_weight = WeightGradient(weight, hidden.dtype) if wants[1] else None
+        if sum_weight is not None:
+            sum_weight.shrink(hidden, rows)
         grad_bias = torch.zeros(classes, dtype=torch.float32, device=weight.device) if wants[2] else None
         for begin in range(0, n, rows):
             chunk = slice(begin, begin + rows)
