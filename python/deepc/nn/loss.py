@@ -160,7 +160,7 @@ class WeightGradient:
             return
         largest = torch.maximum(hidden.amax(0), -hidden.amin(0)).float()
         room = HALF_ROOM / rows / largest.clamp(min=1.0)
-        shrunk = torch.ldexp(torch.ones_like(room), torch.frexp(room)[1] - 1).clamp(max=1.0)
+        shrunk = (room / torch.frexp(room)[0] / 2).clamp(max=1.0)  # the mantissa is from 1 / 2 to 1
         if hidden.is_cuda or bool((shrunk != 1.0).any()):  # a GPU is not waited for
             self._shrunk = shrunk
 
