@@ -564,12 +564,21 @@ static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv
   return check_count(n);
 }
 
-static inline int check_attention_array(const void *p, int dt, int64_t count, const int64_t *stride, const char *what) {
-  for (int k = 0; k < 3; k++)
-    if (stride[k] < 0 || stride[k] > INT32_MAX)
-      return CHECK_FAIL(DC_E_INVALID, "%s: stride[%d] = %lld; it must be from 0 to 2^31 - 1", what, k,
-                        (long long)stride[k]);
-  return check_array(p, check_size(dt), count, what);
+#ifndef CHECK_ROW_STRIDE
+#define CHECK_ROW_STRIDE INT64_MAX /* the largest stride of rows, for kernels that count it in fewer bits */
+#endif
+/* size: [batch, heads, rows, dim]; stride: of the first three. Where there is one batch, head or row, its stride is
+ * never taken: it may be anything from 0 on, as torch's may, and becomes 0. */
+static inline int check_attention_array(const void *p, int dt, const int64_t *size, int64_t *stride, const char *what) {
+  for (int k = 0; k < 3; k++) {
+    if (size[k] <= 1 && stride[k] > 0) stride[k] = 0;
+    const int64_t addresses = INT64_MAX / 16 / (size[k] > 1 ? size[k] : 1);
+    const int64_t most = k == 2 && CHECK_ROW_STRIDE < addresses ? CHECK_ROW_STRIDE : addresses;
+    if (stride[k] < 0 || stride[k] > most)
+      return CHECK_FAIL(DC_E_INVALID, "%s: stride[%d] = %lld; it must be from 0 to %lld", what, k, (long long)stride[k],
+                        (long long)most);
+  }
+  return check_array(p, check_size(dt), size[0] * size[1] * size[2] * size[3], what);
 }
 
 #ifndef CHECK_VALUES
@@ -623,13 +632,14 @@ static inline int check_attention(const dc_attention_args *given, dc_attention_a
   DC_TRY(check_low(a->dtype, "q"));
   DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
                                a->diagonal));
-  const int64_t queries = a->batch * a->heads * a->rows, pairs = a->batch * a->kv_heads * a->keys;
-  DC_TRY(check_attention_array(a->q, a->dtype, queries * a->dim, a->q_stride, "q"));
-  DC_TRY(check_attention_array(a->k, a->dtype, pairs * a->dim, a->k_stride, "k"));
-  DC_TRY(check_attention_array(a->v, a->dtype, pairs * a->dim, a->v_stride, "v"));
-  DC_TRY(check_attention_array(a->out, a->dtype, queries * a->dim, a->out_stride, "out"));
+  const int64_t queries[4] = {a->batch, a->heads, a->rows, a->dim};
+  const int64_t pairs[4] = {a->batch, a->kv_heads, a->keys, a->dim};
+  DC_TRY(check_attention_array(a->q, a->dtype, queries, a->q_stride, "q"));
+  DC_TRY(check_attention_array(a->k, a->dtype, pairs, a->k_stride, "k"));
+  DC_TRY(check_attention_array(a->v, a->dtype, pairs, a->v_stride, "v"));
+  DC_TRY(check_attention_array(a->out, a->dtype, queries, a->out_stride, "out"));
   DC_TRY(check_attention_mask(&a->mask, a->batch, a->heads, a->rows, a->keys));
-  return check_array(a->lse, sizeof *a->lse, queries, "lse");
+  return check_array(a->lse, sizeof *a->lse, a->batch * a->heads * a->rows, "lse");
 }
 
 static inline int check_attention_grad(const dc_attention_grad_args *given, dc_attention_grad_args *a) {
@@ -637,15 +647,16 @@ static inline int check_attention_grad(const dc_attention_grad_args *given, dc_a
   DC_TRY(check_low(a->dtype, "q"));
   DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
                                a->diagonal));
-  const int64_t queries = a->batch * a->heads * a->rows, pairs = a->batch * a->kv_heads * a->keys;
-  DC_TRY(check_attention_array(a->dout, a->dtype, queries * a->dim, a->dout_stride, "dout"));
-  DC_TRY(check_attention_array(a->q, a->dtype, queries * a->dim, a->q_stride, "q"));
-  DC_TRY(check_attention_array(a->k, a->dtype, pairs * a->dim, a->k_stride, "k"));
-  DC_TRY(check_attention_array(a->v, a->dtype, pairs * a->dim, a->v_stride, "v"));
-  DC_TRY(check_attention_array(a->out, a->dtype, queries * a->dim, a->out_stride, "out"));
-  DC_TRY(check_attention_array(a->dq, a->dtype, queries * a->dim, a->dq_stride, "dq"));
-  DC_TRY(check_attention_array(a->dk, a->dtype, pairs * a->dim, a->dk_stride, "dk"));
-  DC_TRY(check_attention_array(a->dv, a->dtype, pairs * a->dim, a->dv_stride, "dv"));
+  const int64_t queries[4] = {a->batch, a->heads, a->rows, a->dim};
+  const int64_t pairs[4] = {a->batch, a->kv_heads, a->keys, a->dim};
+  DC_TRY(check_attention_array(a->dout, a->dtype, queries, a->dout_stride, "dout"));
+  DC_TRY(check_attention_array(a->q, a->dtype, queries, a->q_stride, "q"));
+  DC_TRY(check_attention_array(a->k, a->dtype, pairs, a->k_stride, "k"));
+  DC_TRY(check_attention_array(a->v, a->dtype, pairs, a->v_stride, "v"));
+  DC_TRY(check_attention_array(a->out, a->dtype, queries, a->out_stride, "out"));
+  DC_TRY(check_attention_array(a->dq, a->dtype, queries, a->dq_stride, "dq"));
+  DC_TRY(check_attention_array(a->dk, a->dtype, pairs, a->dk_stride, "dk"));
+  DC_TRY(check_attention_array(a->dv, a->dtype, pairs, a->dv_stride, "dv"));
   DC_TRY(check_attention_mask(&a->mask, a->batch, a->heads, a->rows, a->keys));
   if (a->dbias && (!a->mask.bias || a->mask.bias_dtype == DC_U8))
     return CHECK_FAIL(DC_E_INVALID, "dbias without a bias that has a gradient (fp32, bf16 or fp16)");
@@ -653,7 +664,7 @@ static inline int check_attention_grad(const dc_attention_grad_args *given, dc_a
     if (a->dbias && a->dbias_stride[k] < 0)
       return CHECK_FAIL(DC_E_INVALID, "dbias_stride[%d] = %lld; it must not be negative", k,
                         (long long)a->dbias_stride[k]);
-  return check_array(a->lse, sizeof *a->lse, queries, "lse");
+  return check_array(a->lse, sizeof *a->lse, a->batch * a->heads * a->rows, "lse");
 }
 
 /* *rows: the product of the three sizes. */

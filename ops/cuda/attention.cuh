@@ -266,7 +266,7 @@ DC_GPU void att_fill(S *to, int pitch, int width, const AttRows<S> &x, int colum
   const int c = (thread & ((1 << log) - 1)) * V, columns = x.dim - column - c;
   if (c >= width || begin >= ATT_RUN) return;
   const int count = columns > 0 ? x.count : 0;
-  const uint32_t stride = (uint32_t)x.stride; // below 2^31: check_attention_array
+  const uint32_t stride = (uint32_t)x.stride; // below 2^31: CHECK_ROW_STRIDE
   const S *from = x.at + column + c;
   S *place = to + begin * pitch + c;
   const auto copy = [&](S *at, int row) {

@@ -14,6 +14,7 @@ int dc__cuda_fail(int status, const char *file, int line, const char *func, cons
 #define CUDA_FAIL(status, ...) dc__cuda_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
 #define CHECK_FAIL CUDA_FAIL
 #define CHECK_VALUES 0
+#define CHECK_ROW_STRIDE INT32_MAX // att_fill multiplies it in 32 bits
 #include "check.h"
 
 // DC_E_CUDA with what the call said and what to do about it.

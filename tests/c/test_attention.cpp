@@ -131,6 +131,24 @@ TEST_F(Attention, ThreadsDoNotChangeBits) {
   EXPECT_TRUE(same(more, run_once(more, kAtStart, back), grads));
 }
 
+// A batch of 1 out of a tensor whose batches lie 2^31 elements and more apart: that stride is any, and so are those of
+// one head and of one row.
+TEST_F(Attention, TakesAnyStrideOfASizeOfOne) {
+  const Case c = {DC_F32, 1, 1, 1, 1, 1, 16, false, 0, false};
+  const auto arrays = arrays_of(c);
+  const auto run = [&](int64_t stride) {
+    return run_once(arrays, kAtStart, [&](const std::vector<uint8_t *> &p) {
+      dc_attention_args a = {};
+      fill_sizes(a, c);
+      a.q = p[0], a.k = p[1], a.v = p[2], a.out = p[3], a.lse = (float *)p[4];
+      for (auto *s : {a.q_stride, a.k_stride, a.v_stride, a.out_stride}) std::fill(s, s + 3, stride);
+      return dc_attention(&a);
+    });
+  };
+  const auto plain = run(16);
+  for (int64_t stride : {int64_t{0}, int64_t{1} << 31, INT64_MAX}) EXPECT_TRUE(same(arrays, run(stride), plain));
+}
+
 TEST_F(Attention, RefusesWhatItCannotDo) {
   const Case good = {DC_F32, 1, 2, 1, 3, 3, 4, false, 0, false};
   auto arrays = arrays_of(good);
@@ -151,6 +169,7 @@ TEST_F(Attention, RefusesWhatItCannotDo) {
   says("rows = -1", [](auto &a) { a.rows = -1; });
   says("k is NULL", [](auto &a) { a.k = nullptr; });
   says("stride[1] = -4", [](auto &a) { a.v_stride[1] = -4; });
+  says("q: stride[2] = 9223372036854775807", [](auto &a) { a.q_stride[2] = INT64_MAX; });
   const uint8_t layout[1] = {1};
   const int32_t groups[3] = {0, 1 << 25, 0};
   const float slopes[2] = {0, HUGE_VALF};

@@ -3,9 +3,11 @@ can't do before anything has changed."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import mmap
+import pickle
 import random
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch
 from deepc import DynamicTensor
 from deepc.errors import ArgumentError, DeepcError, OutOfMemoryError, UnsupportedError
+from deepc.nn.arena import Arena
 from programs import run_python
 
 PAGE = mmap.PAGESIZE
@@ -137,6 +140,44 @@ def test_memory_lives_as_long_as_a_tensor_over_it():
     gc.collect()
     rows.fill_(3.0)
     assert rows.sum() == 3 * (1 << 20)
+
+
+def _pickled(d):
+    return pickle.loads(pickle.dumps(d))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, _pickled])
+def test_a_copy_has_memory_of_its_own(copied):
+    """Of a model that holds one, too: when the copy goes, the original's addresses stay."""
+    model = torch.nn.Linear(2, 2)
+    model.cache = DynamicTensor((3, 2), most=(4096, 2), dtype=torch.bfloat16, slack=0.5)
+    model.cache.tensor.copy_(torch.arange(6.0).view(3, 2)).requires_grad_()
+    model.cache.name = "keys"
+    d = copied(model.cache) if copied is copy.copy else copied(model).cache
+    assert torch.equal(d.tensor, model.cache.tensor) and d.tensor.data_ptr() != model.cache.tensor.data_ptr()
+    assert d.dtype == torch.bfloat16 and d.tensor.requires_grad and d.name == "keys" and repr(d) == repr(model.cache)
+    d.append(torch.full((1000, 2), 7.0))
+    assert len(model.cache) == 3 and d.stats().reserved == model.cache.stats().reserved
+    with pytest.raises(ArgumentError, match="more than the 8192"):
+        d.resize(4097)
+    del d
+    gc.collect()
+    model.cache.append(torch.full((4000, 2), 9.0))
+    assert model.cache.tensor[:3].flatten().tolist() == list(range(6)) and (model.cache.tensor[3:] == 9).all()
+
+
+def test_copies_of_one_model_share_one_copy():
+    model = torch.nn.Linear(2, 2)
+    model.cache = model.again = DynamicTensor((3, 2), most=(9, 2))
+    for made in (copy.deepcopy(model), _pickled(model)):
+        assert made.cache is made.again is not model.cache
+
+
+def test_what_owns_addresses_can_not_be_copied():
+    for owner in (DynamicTensor((3,), most=(9,))._range, Arena(4096)):
+        for copied in (copy.copy, copy.deepcopy, _pickled):
+            with pytest.raises(UnsupportedError, match="can't be copied or pickled"):
+                copied(owner)
 
 
 def test_stats_of_all_are_the_sums_of_those_that_live():

@@ -159,7 +159,7 @@ def _check_inference(folder, out):
 
 
 # ---- int8 ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 300), (1500, 700)])
 def test_an_int8_linear_is_within_its_bound_elementwise(shape, dtype, monkeypatch):
     g = torch.Generator().manual_seed(3)
@@ -181,11 +181,43 @@ def test_an_int8_linear_is_within_its_bound_elementwise(shape, dtype, monkeypatc
     product = (shape[1] * 2.0**-23 if dtype == torch.float32 else 2 * eps) * F.linear(
         x.double().abs(), (q * scale).abs()
     )
-    rounding = product + 2 * eps * (want.abs() + layer.bias.double().abs())
+    rounding = product + 2 * eps * (want.abs() + layer.bias.double().abs()) + 2 * torch.finfo(dtype).smallest_normal
     assert ((got.double() - want).abs() <= bound + rounding).all()
     whole = model(x)
     monkeypatch.setattr(int8, "BLOCK_BYTES", 4 * shape[1])
     assert ((model(x).double() - whole.double()).abs() <= 2 * rounding).all()  # whatever the block
+
+
+@pytest.mark.parametrize("largest", [1e-6, 1e-3, 0.1, 1.0, 100.0])
+def test_an_int8_linear_of_large_fp16_activations_overflows_where_its_result_does(largest):
+    """One activation times 127 is beyond fp16 from 516 on, however small the weights are."""
+    g = torch.Generator().manual_seed(5)
+    layer = nn.Linear(64, 8, bias=False).requires_grad_(False)
+    layer.weight.copy_(torch.rand(8, 64, generator=g) * largest)
+    layer.weight[:, 0] = largest
+    x = torch.rand(2, 64, generator=g).half()
+    x[0, 0], x[1, 0] = 1500.0, 60000.0
+    want = F.linear(x.double(), layer.weight.double())
+    served = deepc.inference(nn.Sequential(layer), dtype="int8").module
+    got = served(x)
+    fits = want.abs() < 0.99 * 65504
+    assert got.dtype == torch.float16 and torch.isfinite(got[fits]).all()
+    bound = 0.6 / 127 * largest * x.double().abs().sum(-1, keepdim=True) + 2.0**-10 * want.abs() + 2.0**-24
+    assert ((got.double() - want).abs() <= bound)[fits].all()
+    if largest == 100.0:
+        assert got[~fits].isinf().all() and (~fits).any()
+
+
+def test_an_int8_embedding_refuses_what_an_embedding_refuses():
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5, bias=False))
+    model[1].weight = model[0].weight
+    words = deepc.inference(model, dtype="int8").module[0]
+    assert isinstance(words, int8.Int8Embedding)
+    ids = torch.tensor([[0, 4], [2, 2]])
+    assert torch.equal(words(ids), int8.dequantize(words.weight, words.weight_scale)[ids])
+    for wrong in (-1, 5):
+        with pytest.raises(IndexError):
+            words(torch.tensor([0, wrong]))
 
 
 def test_quantised_values_at_the_edges():

@@ -431,6 +431,19 @@ def test_modules_of_torch():
     )  # torch's own there
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_rms_norm_without_an_eps_adds_what_torch_adds(dtype):
+    """Small inputs, of which the mean square is near the dtype's own eps: the wrong one would halve the result."""
+    norm = nn.Sequential(nn.RMSNorm(64)).to(dtype)
+    plain, x = copy.deepcopy(norm), (torch.randn(5, 64) * 1e-2).to(dtype).requires_grad_()
+    assert deepc.fuse(norm).replaced["norm"] == ["0"]
+    torch.testing.assert_close(norm(x), plain(x))
+    g = torch.randn(5, 64).to(dtype)
+    torch.testing.assert_close(*(torch.autograd.grad(m(x), x, g) for m in (norm, plain)), rtol=1e-5, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), plain(x))
+
+
 def test_a_norm_of_another_dtype_keeps_the_dtype_of_its_result():
     model, _ = make("llama")
     norm, x = model.model.norm, torch.randn(2, 3, 32).bfloat16()

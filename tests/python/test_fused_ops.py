@@ -3,6 +3,8 @@ opcheck and torch.compile; what they refuse; and, on a GPU, bit for bit against 
 
 from __future__ import annotations
 
+import mmap
+
 import deepc
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from deepc.core import ops
 from deepc.errors import ArgumentError, UnsupportedError
 
+MAP_NORESERVE = 0x4000  # mmap has it from Python 3.13 on
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
 
@@ -164,6 +167,23 @@ def test_attention(dtype, causal):
     for got, right in zip((out, *grads), (want, *torch.autograd.grad(want, wide, upstream.double()))):
         assert got.dtype == dtype and got.shape == right.shape
         assert (got.double() - right).abs().max() <= bound * right.abs().max()
+
+
+def test_attention_takes_strides_beyond_2_to_the_31():
+    """Of a batch of one (a long sequence out of a fused q, k, v) such a stride is never taken; on a CPU any may be."""
+    far = 2**31 + 64
+    pages = mmap.mmap(-1, 2 * (far + 4096), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    memory = torch.frombuffer(pages, dtype=torch.bfloat16)
+    layouts = {(1, 2, 4, 16): (far, 64, 16, 1), (2, 2, 4, 16): (far, 64, 16, 1), (1, 1, 2, 16): (far, far, far, 1)}
+    for size, stride in layouts.items():
+        q = memory.as_strided(size, stride)
+        q.copy_(make(*size))
+        results = []
+        for leaf in (q.detach().requires_grad_(), q.clone(memory_format=torch.contiguous_format).requires_grad_()):
+            out = ops.attention(leaf, leaf, leaf, is_causal=True)
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, make(*size, seed=1).bfloat16())))
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_inverse_rotation_comes_back():

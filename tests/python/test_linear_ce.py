@@ -130,6 +130,21 @@ def test_fp16_survives_loss_scaling():
         assert ((got - wanted).abs() <= 0.05 * wanted.abs())[small].all()
 
 
+@pytest.mark.parametrize(
+    "n, reduction, factor", [(2048, "mean", 1.0), (2048, "mean", 2.0**-10), (4096, "sum", 2.0**-12)]
+)
+def test_fp16_weight_gradients_are_finite_where_one_class_has_all_rows(n, reduction, factor):
+    """The unscaled sum of a chunk of 2048 rows is beyond fp16: it would be infinite whatever the loss scale. Columns of
+    small hidden states lose nothing beside those of large ones."""
+    g = torch.Generator().manual_seed(0)
+    hidden = (100.0 + 2.0 * torch.randn(n, 16, generator=g)) * torch.logspace(0, -5, 16)
+    weight = torch.randn(4, 16, generator=g) * 1e-3
+    tensors, labels = (hidden.half(), weight.half(), None), torch.zeros(n, dtype=torch.long)
+    _, got = grads_of(deepc.linear_cross_entropy, tensors, labels, torch.float16, factor=factor, reduction=reduction)
+    _, want = grads_of(plain, tensors, labels, torch.float64, factor=factor, reduction=reduction)
+    assert ((got[1] - want[1]).abs() <= BOUNDS[torch.float16][1] * want[1].abs().amax(0) + 2.0**-24).all()
+
+
 def test_weight_gradient_is_summed_in_fp32():
     """Many chunks in bf16: a bf16 sum would stop growing."""
     n, v = 4096, 64
@@ -165,6 +180,15 @@ def test_backward_twice_and_no_second_derivative():
     loss = deepc.linear_cross_entropy(hidden, weight, labels, bias)
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, grad_outputs=torch.ones((), requires_grad=True), create_graph=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "sum"}, {"reduction": "none"}])
+def test_a_gradient_penalty_is_refused(options):
+    """The gradient of a plain loss as a term of another: without an error it would be a constant to the weight."""
+    hidden, weight, labels, _ = subject()
+    loss = deepc.linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, **options)
+    with pytest.raises(UnsupportedError, match="no second derivative.*create_graph=True"):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
 
 
 def test_autocast_and_checkpoint():

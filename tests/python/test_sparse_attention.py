@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 
 import deepc
@@ -408,6 +410,60 @@ def test_models_of_transformers_take_it():
         model.config.sparse_attention = {"mode": "fixed", "attention": "bidirectional"}
         with pytest.raises(ConfigError, match="take 'unidirectional'"):
             model(x)
+
+
+class Near(sparse.SparsityConfig):
+    """A layout of one's own: each block sees itself and `back` before it."""
+
+    attention = "unidirectional"
+
+    def __init__(self, num_heads, back):
+        super().__init__(num_heads, 16)
+        self.back = back
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len) + 1
+        return layout.tril().triu(-self.back)
+
+
+LAYOUTS = {
+    "dense": lambda: sparse.DenseSparsityConfig(4, 32),
+    "fixed": lambda: sparse.FixedSparsityConfig(4, 16, True, 4, 1, "unidirectional", num_different_global_patterns=2),
+    "variable": lambda: sparse.VariableSparsityConfig(
+        4, 16, num_random_blocks=1, local_window_blocks=(1, 2), global_block_indices=(1,), attention="unidirectional"
+    ),
+    "bigbird": lambda: sparse.BigBirdSparsityConfig(4, 16, True, 2, 1, 0, "unidirectional"),
+    "bslongformer": lambda: sparse.BSLongformerSparsityConfig(
+        4, 16, global_block_indices=(1,), global_block_end_indices=(3,), attention="unidirectional"
+    ),
+    "local": lambda: sparse.LocalSlidingWindowSparsityConfig(4, 16, 3),
+    "own": lambda: Near(4, 1),
+}
+
+
+def _small_llama(transformers):
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, pad_token_id=0)).eval()
+
+
+@pytest.mark.parametrize("kind", list(LAYOUTS))
+@torch.no_grad()
+def test_copies_and_saved_models_have_the_layout_of_a_config(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, x = _small_llama(transformers), torch.randint(1, 96, (1, 160))
+    whole = model(x).logits
+    want = sparse.use_layout(model, LAYOUTS[kind]())(x).logits
+    assert kind == "dense" or not torch.allclose(want, whole, atol=1e-4), "the layout hides something"
+    assert torch.equal(copy.deepcopy(copy.deepcopy(model))(x).logits, want)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+    pickled = pickle.loads(pickle.dumps(model))
+    for other in (loaded, pickled):
+        if kind == "own":
+            with pytest.raises(ConfigError, match=r"mode 'Near'.*set it again.*use_layout\(model, Near"):
+                other(x)
+            sparse.use_layout(other, LAYOUTS[kind]())
+        assert torch.equal(other(x).logits, want)
 
 
 def test_models_windows_dropout_masks_and_learnt_positions():

@@ -125,8 +125,20 @@ def _layers(rank, world):
         alone = logits.detach().view(-1, 61).clone().requires_grad_()
         F.cross_entropy(alone.float(), labels.view(-1)).backward()
         near(mine.grad.float(), alone.grad.float()[:, slice(*cut.parts[rank][0])], bound)
+    own[0] = hidden.clone().requires_grad_()
+    for loss, of in (
+        (tensor.linear_cross_entropy(tensor.enter(own[0], group), own[1], labels, cut, group, own[2]), own[0]),
+        (tensor.cross_entropy(mine, labels.view(-1), cut, group), mine),
+    ):
+        with pytest.raises(deepc.errors.UnsupportedError, match="no second derivative"):
+            torch.autograd.grad(loss, of, create_graph=True)
+    # one class has all rows: in fp16 their unscaled sum is no number
+    hidden, labels = torch.full((2048, 6), 100.0).half(), torch.zeros(2048, dtype=torch.long)
+    weight = cut.take(torch.zeros(61, 6)).half().requires_grad_()
+    (tensor.linear_cross_entropy(hidden, weight, labels, cut, group) * 0.5).backward()
+    near(weight.grad.float(), cut.take(torch.cat([torch.full((1, 6), -50.0), torch.zeros(60, 6)]) + 50 / 61), 2e-3)
     with pytest.raises(deepc.errors.ArgumentError, match="neither from 0 to 60 nor ignore_index"):
-        tensor.cross_entropy(mine, labels.view(-1) + 61, cut, group)
+        tensor.cross_entropy(mine, torch.full((18,), 61), cut, group)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])

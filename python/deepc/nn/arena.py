@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import os
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from ..core.memory import tensor_at
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .dynamic import _Range
 
 _ALIGN = 64  # bytes, of a value
@@ -103,6 +103,12 @@ class Arena:
             self._most_extent,
             self._puts,
             len(self._places),
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"an Arena of {self._most} bytes can't be copied or pickled: the values in it lie at its addresses. Make"
+            " another with Arena(most), and clone() the values"
         )
 
     @property

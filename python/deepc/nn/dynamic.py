@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -60,8 +61,9 @@ class DynamicTensor:
     keeps unused before a size is refused.
 
     ArgumentError names a size that does not fit; OutOfMemoryError comes before the kernel would kill, and nothing has
-    changed then. UnsupportedError: another device, or no GPU here. Memory is freed with the last tensor over it. For
-    one thread at a time.
+    changed then. UnsupportedError: another device, or no GPU here. Memory is freed with the last tensor over it. A copy
+    (copy.deepcopy, pickle, torch.save) has addresses of its own, for as many elements, and the same contents. For one
+    thread at a time.
     """
 
     _living: ClassVar[WeakSet[DynamicTensor]] = WeakSet()
@@ -84,6 +86,7 @@ class DynamicTensor:
         if not slack >= 0:
             raise ArgumentError(f"slack is {slack}; it must be a number >= 0 (math.inf: nothing is given back)")
         nbytes = self._most * self._dtype.itemsize
+        self._slack = slack
         self._range = _Range(nbytes, slack) if of.type == "cpu" else _CudaRange(nbytes, slack, of)
         self._base = self._range.tensor(self._most, self._dtype)
         # Writes of append: with a version of their own, since they change nothing that anybody has seen.
@@ -158,6 +161,23 @@ class DynamicTensor:
         kwargs = {k: _plain(v) for k, v in (kwargs or {}).items()}
         return function(*map(_plain, args), **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicTensor:
+        made = memo[id(self)] = _copied(*self._recipe(), self._tensor)
+        vars(made).update(copy.deepcopy(self._further(), memo))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a clone: the tensor's own storage is all addresses
+        return _copied, (*self._recipe(), self._tensor.detach().clone()), self._further()
+
+    def _recipe(self) -> tuple[type[DynamicTensor], int, float, str, bool]:
+        leaf = self._tensor.is_leaf and self._tensor.requires_grad
+        return type(self), self._most, self._slack, str(self.device), leaf
+
+    def _further(self) -> dict[str, Any]:
+        """Attributes that somebody has given it."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
     def _sized(self, shape: tuple[int, ...], before: int) -> torch.Tensor:
         count = math.prod(shape)
         if count > self._most:
@@ -170,6 +190,20 @@ class DynamicTensor:
             torch.autograd.graph.increment_version(self._base)
         with torch.no_grad():
             return self._base[:count].view(shape).detach()
+
+
+_OWN = frozenset(("_dtype", "_shape", "_most", "_slack", "_range", "_base", "_unseen", "_tensor"))
+
+
+def _copied(
+    of: type[DynamicTensor], most: int, slack: float, device: str, requires_grad: bool, contents: torch.Tensor
+) -> DynamicTensor:
+    made = of.__new__(of)
+    DynamicTensor.__init__(made, contents.shape, (most,), dtype=contents.dtype, slack=slack, device=device)
+    with torch.no_grad():
+        made.tensor.copy_(contents)
+    made.tensor.requires_grad_(requires_grad)
+    return made
 
 
 class _Range:
@@ -195,6 +229,12 @@ class _Range:
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel], over its addresses from the first; it keeps the range alive."""
         return tensor_at(self.address, numel, dtype, self)
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a {type(self).__name__} is one piece of addresses: it can't be copied or pickled, since two owners would"
+            " free it. Copy the DynamicTensor itself, or its tensor.clone()"
+        )
 
     def __del__(self) -> None:
         getattr(C, f"{self._kind}_close")(self.handle)

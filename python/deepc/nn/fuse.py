@@ -95,11 +95,10 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
     deepc.initialize and torch.compile.
 
     only: kinds to replace, of "norm", "mlp", "rotary", "attention", "loss" (default all). Calling it again changes
-    nothing. Results
-    equal the model's up to rounding (norms and activations of 16-bit inputs are rounded once); float64 inputs, meta
-    tensors, and norms whose weight has another dtype than their input take the model's own code. Returns what was
-    replaced. Raises UnsupportedError, with the list of what is supported, if nothing in the model can be fused, and
-    ArgumentError for an unknown kind.
+    nothing. Results equal the model's up to rounding (norms and activations of 16-bit inputs are rounded once); float64
+    inputs, meta tensors, norms whose weight has another dtype than their input, and 16-bit inputs of an nn.RMSNorm
+    without an eps take the model's own code. Returns what was replaced. Raises UnsupportedError, with the list of what
+    is supported, if nothing in the model can be fused, and ArgumentError for an unknown kind.
     """
     kinds = (only,) if isinstance(only, str) else tuple(only)
     if not isinstance(model, nn.Module):
@@ -231,14 +230,13 @@ class _RMSNorm(_Fused):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _takes(hidden_states, self.weight):
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        if eps is None and hidden_states.dtype == torch.float32:
+            eps = torch.finfo(torch.float32).eps
+        if eps is None or not _takes(hidden_states, self.weight):  # for 16 bits torch's own depends on its version
             plain: torch.Tensor = super().forward(hidden_states)
             return plain
-        return ops.rms_norm(hidden_states, self.weight, self._deepc_eps(hidden_states))
-
-    def _deepc_eps(self, x: torch.Tensor) -> float:
-        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return torch.finfo(x.dtype).eps if eps is None else eps
+        return ops.rms_norm(hidden_states, self.weight, eps)
 
 
 class _LayerNorm(_Fused):

@@ -8,8 +8,9 @@ weights by at most
     (1/2 + 2^-15) s_o * sum_i |x_i|          for output channel o and input x
 
 besides the rounding of the product itself. q is exact in bf16, fp16 and fp32 and the scale comes after the product, so
-the product rounds as with weights of that dtype. Memory of a weight: 1 byte an element and 4 a channel; the product
-widens a block of channels at a time.
+the product rounds as with weights of that dtype. In fp16, which ends at 65504, q gets the power of two below its scale
+before, which is exact as well: the product is never larger than the result, and overflows where that does. Memory of a
+weight: 1 byte an element and 4 a channel; the product widens a block of channels at a time.
 
 What becomes int8: nn.Linear and transformers' Conv1D, and an nn.Embedding that is tied to one (a row of it is an output
 channel of the other, so both share the same int8 values). A weight that some other module uses as well stays as it
@@ -50,6 +51,11 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return (q.float() * scale).to(dtype)
 
 
+def _power_below(scale: Tensor) -> Tensor:
+    """The largest power of two that is not above each scale, within what times 1 and 127 is in fp16."""
+    return (scale / torch.frexp(scale)[0] / 2).clamp(2.0**-24, 2.0**9)  # the mantissa is from 1 / 2 to 1
+
+
 class Int8Linear(nn.Module):
     """y = x W^T + b, W = weight * weight_scale. weight: int8 [out, in], or [in, out] if `transposed` (transformers'
     Conv1D); weight_scale: fp32 [out, 1] or [1, out]; bias: [out] or None. x: [..., in] in a floating dtype, y: [...,
@@ -65,10 +71,15 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         step = max(1, BLOCK_BYTES // max(1, self.in_features * x.element_size()))
         q = self.weight.t() if self.transposed else self.weight
-        parts = [F.linear(x, rows.to(x.dtype)) for rows in q.split(step)]
-        y = (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]) * self.weight_scale.view(
-            -1
-        )  # fp32: the scale is not rounded
+        scale = self.weight_scale.view(-1)
+        if x.dtype == torch.float16:
+            before = _power_below(scale)
+            scale = scale / before
+            blocks = zip(q.split(step), before.to(x.dtype).unsqueeze(1).split(step))
+            parts = [F.linear(x, rows.to(x.dtype) * power) for rows, power in blocks]
+        else:
+            parts = [F.linear(x, rows.to(x.dtype)) for rows in q.split(step)]
+        y = (torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]) * scale  # fp32: the scale is not rounded
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -84,7 +95,7 @@ class Int8Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight[x].float() * self.weight_scale[x]).to(self.dtype)
+        return (F.embedding(x, self.weight).float() * F.embedding(x, self.weight_scale)).to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, int8"

@@ -30,6 +30,7 @@ from . import matmul
 CHUNK_BYTES, CUDA_CHUNK_BYTES = 64 << 20, 256 << 20
 MIN_ROWS, MAX_ROWS, ROW_MULTIPLE = 64, 2048, 16
 SLAB_ROWS = 8192  # rows of a 16-bit weight gradient that are made at a time before they are added in fp32
+HALF_ROOM = 32752.0  # half of fp16's largest number
 REDUCTIONS = ("none", "mean", "sum")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,9 +55,9 @@ def linear_cross_entropy(
     chunk (default: what makes a buffer of 64 MiB, on a GPU of 256). recompute: keep no gradients between forward and
     backward; one more GEMM, d x v numbers less.
 
-    Differentiable in hidden, weight and bias, once (a second derivative raises UnsupportedError). Raises ArgumentError
-    for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and gives NaN on
-    CUDA."""
+    Differentiable in hidden, weight and bias, once (a backward with create_graph=True raises UnsupportedError). Raises
+    ArgumentError for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and
+    gives NaN on CUDA."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -148,8 +149,24 @@ class WeightGradient:
         self._slab = (
             None if self._direct else weight.new_empty((min(SLAB_ROWS, weight.shape[0]), weight.shape[1]), dtype=dtype)
         )
+        self._shrunk: Tensor | None = None  # [d]: what the columns of the hidden states are multiplied by
+
+    def shrink(self, hidden: Tensor, rows: int) -> None:
+        """Before the first chunk: all hidden states [n, d], which come by at most `rows` at a time. A chunk's product
+        of fp16 is in fp16 before it is added in fp32, and gradients of the unscaled loss are up to 1. Columns of which
+        `rows` could add up to more than fp16 has are multiplied by a power of two, which `result` takes back. Their
+        largest stays above 8 for up to 2048 rows: what gets too small is far below what their sum is rounded to."""
+        if self._direct or hidden.dtype != torch.float16 or not hidden.numel():
+            return
+        largest = torch.maximum(hidden.amax(0), -hidden.amin(0)).float()
+        room = HALF_ROOM / rows / largest.clamp(min=1.0)
+        shrunk = (room / torch.frexp(room)[0] / 2).clamp(max=1.0)  # the mantissa is from 1 / 2 to 1
+        if hidden.is_cuda or bool((shrunk != 1.0).any()):  # a GPU is not waited for
+            self._shrunk = shrunk
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        if self._shrunk is not None:
+            hidden = hidden * self._shrunk.to(hidden.dtype)
         if self._direct:
             torch.addmm(self._sum, gradient.t(), hidden, beta=0 if self._first else 1, out=self._sum)
         else:
@@ -168,7 +185,11 @@ class WeightGradient:
 
     def result(self, dtype: torch.dtype) -> Tensor:
         self._slab = None
-        return (self._sum.zero_() if self._first else self._sum).to(dtype)
+        if self._first:
+            self._sum.zero_()
+        elif self._shrunk is not None:
+            self._sum.div_(self._shrunk)
+        return self._sum.to(dtype)
 
 
 def _run(
@@ -203,8 +224,11 @@ def _run(
     ].zero_()  # oneDNN's bf16 product reads to the end of its tile: a NaN that lies there would come through
     none = torch.empty(0, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if wants[0] else hidden.new_empty(0)
-    sums = torch.float32 if n > rows else dtype  # a single chunk needs no accumulator
+    # a single chunk needs no accumulator, unless what is wanted of it is wider
+    sums = dtype if n <= rows and dtype == weight_dtype else torch.float32
     grad_weight = WeightGradient(weight, dtype, sums) if wants[1] else None
+    if grad_weight is not None:
+        grad_weight.shrink(hidden, rows)
     grad_bias = torch.zeros(classes, dtype=torch.float32, device=hidden.device) if wants[2] else None
     for begin in range(0, n, rows):
         part = slice(begin, min(n, begin + rows))
@@ -252,6 +276,16 @@ def _compact(hidden: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor,
         return hidden, labels, None
     index = kept.nonzero()[:, 0]
     return hidden[index], labels[index], index
+
+
+def refuse_graph(name: str, instead: str) -> None:
+    """In a backward: UnsupportedError if it runs to be differentiated itself. Its results hold no graph to the hidden
+    states and weights they were made of: they would count as constants, whatever the incoming gradient is."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} has no second derivative, and its backward runs with create_graph=True; use {instead} there, or"
+            " leave create_graph away"
+        )
 
 
 def _spread(rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
@@ -424,11 +458,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and grad is not None and grad.requires_grad:
-        raise UnsupportedError(
-            "linear_cross_entropy has no second derivative; use torch.nn.functional.linear and cross_entropy with"
-            " create_graph=True"
-        )
+    refuse_graph("linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     if grad is None:
         nothing: tuple[None, ...] = (None,) * ctx.count
         return nothing

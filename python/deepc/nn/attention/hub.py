@@ -11,7 +11,7 @@ import torch
 
 from ...core import ops
 from ...errors import ArgumentError, ConfigError, UnsupportedError
-from .layouts import SparsityConfig, from_config
+from .layouts import MODES, SparsityConfig, from_config, to_section
 from .module import SparseSelfAttention, both
 
 NAME = "deepc_sparse"
@@ -42,6 +42,21 @@ class _Layouts:
         return self._made[:, :blocks, :blocks]
 
 
+class _OwnSection(dict[str, Any]):
+    """The section of a layout of one's own class. It takes the layout along where a model's config is copied; JSON and
+    pickle, which need not know the class, have its name."""
+
+    def __init__(self, config: SparsityConfig) -> None:
+        super().__init__(mode=type(config).__name__)
+        self.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnSection:
+        return _OwnSection(self.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 # By the identity of a model's config, which itself is written to JSON and copied.
 _known: dict[int, tuple[weakref.ref[Any], int, _Layouts]] = {}
 
@@ -64,6 +79,13 @@ def _layouts(module: torch.nn.Module, heads: int) -> _Layouts:
     found = _known.get(id(config))
     if found and found[0]() is config and found[1] == heads and found[2].section == section:
         return found[2]
+    if isinstance(section, _OwnSection):
+        return _remember(config, heads, _Layouts(section, section.config))
+    if (mode := section.get("mode", "fixed")) not in MODES:
+        raise ConfigError(
+            f"model.config.{SECTION} has mode {mode!r}; there are {', '.join(MODES)}. Of a layout of one's own a saved"
+            f" model has the name alone: set it again, deepc.nn.attention.use_layout(model, {mode}(...))"
+        )
     return _remember(config, heads, _of_section(section, heads))
 
 
@@ -178,8 +200,9 @@ def use_layout(model: torch.nn.Module, section: Mapping[str, Any] | SparsityConf
     """Switches a model of transformers to block-sparse attention, in place.
 
     section: {"mode": "fixed", "block": 64, ...} as in a configuration's `sparse_attention` (it is saved with the
-    model's config), or a SparsityConfig. Returns the model. ConfigError for a wrong section, UnsupportedError for a
-    model that is not transformers' or whose attention can't be chosen."""
+    model's config), or a SparsityConfig, which is saved as such a section; of a class of one's own copies of the model
+    have the layout, and a saved one has to be given it again. Returns the model. ConfigError for a wrong section,
+    UnsupportedError for a model that is not transformers' or whose attention can't be chosen."""
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
     heads = next((n for k in ("num_attention_heads", "n_head", "num_heads") if (n := getattr(config, k, None))), None)
@@ -191,10 +214,12 @@ def use_layout(model: torch.nn.Module, section: Mapping[str, Any] | SparsityConf
     if isinstance(section, SparsityConfig):
         if section.num_heads != heads:
             raise ArgumentError(f"the layout has {section.num_heads} heads; {type(model).__name__} has {heads}")
-        layouts = _Layouts({"mode": type(section).__name__}, section)
+        written = to_section(section) or _OwnSection(section)
+        layouts = _Layouts(dict(written), section)
     else:
         layouts = _of_section(section, heads)
-    setattr(config, SECTION, dict(layouts.section))
+        written = dict(layouts.section)
+    setattr(config, SECTION, written)
     _remember(config, heads, layouts)
     register()
     choose(NAME)

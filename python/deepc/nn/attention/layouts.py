@@ -322,6 +322,18 @@ def from_config(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
         raise ConfigError(f"sparse_attention: {exc}") from None
 
 
+def to_section(config: SparsityConfig) -> dict[str, Any] | None:
+    """What from_config makes the same layout of, as JSON has it; None for a class of one's own."""
+    mode = next((mode for mode, kind in MODES.items() if type(config) is kind), None)
+    if mode is None:
+        return None
+    given = {name: getattr(config, name) for name in list(inspect.signature(MODES[mode]).parameters)[1:]}
+    return {
+        "mode": mode,
+        **{k: list(v) if isinstance(v, Sequence) and k != "attention" else v for k, v in given.items()},
+    }
+
+
 def choose_blocks(
     q: torch.Tensor, k: torch.Tensor, block: int, count: int, is_causal: bool = False, local: int = 1
 ) -> torch.Tensor:

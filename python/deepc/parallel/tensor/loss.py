@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from ...nn.loss import WeightGradient, rows_per_chunk
+from ...nn.loss import WeightGradient, refuse_graph, rows_per_chunk
 from ..axes import without_values
 from .cut import Cut
 from .group import TensorGroup
+
+_INSTEAD = "a model whose head is whole (tensor_parallel.autotp_size 1)"
 
 
 def _probabilities(logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup, ignore: int) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         (gradients,) = ctx.saved_tensors
         # in fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16
         return (gradients * grad.unsqueeze(1)).to(gradients.dtype), None, None, None, None
@@ -98,6 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         sum_weight = WeightGradient(weight, hidden.dtype) if wants[1] else None
+        if sum_weight is not None:
+            sum_weight.shrink(hidden, rows)
         grad_bias = torch.zeros(classes, dtype=torch.float32, device=weight.device) if wants[2] else None
         for begin in range(0, n, rows):
             chunk = slice(begin, begin + rows)
@@ -117,6 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         if ctx.grads is None:
             raise UnsupportedError("the gradients of this loss were used up by its first backward; compute it again")
         (hidden, weight, bias), ctx.grads = ctx.grads, None
