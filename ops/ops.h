@@ -94,7 +94,8 @@ DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, i
  * 8 of byte i / 8; scale = mean of |v| (summed in fp64 by 16 accumulators, element i to i % 16, and dc_sqnorm's tree),
  * and the number is scale, or -scale where the bit is set. A block that holds a NaN or an infinity gets the scale NaN,
  * so that all its numbers arrive as NaN, and keeps its error as it was. block: a multiple of 64 from 64 to 2^20. error'
- * = fmaf(-code, scale, v); |error'| <= scale/2 * (1 + 2^-20) for 8 and 4 bits. */
+ * = fmaf(-code, scale, v); |error'| <= scale/2 * (1 + 2^-15) for 8 bits, * (1 + 2^-18) for
+ * 4. */
 DC_API int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes);
 DC_API int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n);
 /* out[i] = round_to(dt, scale * code). */

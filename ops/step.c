@@ -158,8 +158,10 @@ static int step_check_codes(const void *numbers, const void *codes, const float 
 int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int kind, int64_t first, int64_t n) {
   DC_TRY(step_check_codes(out, codes, scale, format, kind, first, n));
   const dc__code_map map = dc__code_map_of(format, kind);
+  const unsigned fp = fp_enter();
   for (int64_t i = 0; i < n; i++)
     out[i] = dc__canonical_f32(dc__code_get(&map, codes, i) * scale[dc__state_block_at(format, first, i)]);
+  fp_leave(fp);
   return DC_OK;
 }
 

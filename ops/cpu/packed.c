@@ -105,7 +105,7 @@ DC_INLINE vi packed_code(dc__code_map map, vf y, vi noise) {
   const vf linear = v_mul(f, v_set1(map.per_least));
   const vi u = map.linear ? v_truncate(linear)
                           : vi_truncate_if_below(f, v_set1(map.least), linear, vi_sub(size, vi_set1((int)map.base)));
-  return vi_signed_as(vi_right(vi_add(u, vi_and_or(noise, mask, 1)), map.shift), y);
+  return vi_signed_as(vi_right(vi_add(u, vi_and_or(noise, mask, (int)dc__least_noise(&map))), map.shift), y);
 }
 
 /* ---- random bits ------------------------------------------------------------------------------------------------- */

@@ -174,7 +174,7 @@ DC_GPU Codes packed_round(const float *x, float inverse, const dc__keys &keys, u
       c.word[j / 2] |= (uint32_t)dc__bf16_stochastic(x[j], noise) << (j % 2 * 16);
     } else {
       const dc__code_map map = dc__code_map_of(FORMAT, dc__packed_kind(RULE, STATE));
-      const uint32_t code = (uint32_t)dc__code_of(&map, __fmul_rn(x[j], inverse), noise | 1u);
+      const uint32_t code = (uint32_t)dc__code_of(&map, __fmul_rn(x[j], inverse), noise | dc__least_noise(&map));
       c.word[0] |= FORMAT == DC_STATE_8BIT ? (code & 255) << (j * 8) : (code & 15) << (j * 4);
     }
   }

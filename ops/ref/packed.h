@@ -128,8 +128,8 @@ static inline float dc__code_get(const dc__code_map *m, const void *codes, int64
 }
 
 /* What a block's numbers are divided by. A number becomes y = x * inverse, the largest 1 or the number before it,
- * which noise of at least 1 takes to the largest code; inverse 0: of a block of next to nothing (as in dc_quantize) or
- * with a NaN or an infinity all become zero. */
+ * which noise of at least dc__least_noise takes to the largest code; inverse 0: of a block of next to nothing (as in
+ * dc_quantize) or with a NaN or an infinity all become zero. */
 typedef struct dc__scaling {
   float scale, inverse;
 } dc__scaling;
@@ -141,6 +141,10 @@ DC__ANYWHERE dc__scaling dc__scaling_of(uint32_t top) {
   const dc__scaling of = {bad ? dc__f32_of_bits(DC__NAN_F32) : none ? 0.0f : largest, none ? 0.0f : 1.0f / largest};
   return of;
 }
+
+/* Set in all noise: what the number before 1 lacks to the largest code. Linear codes multiply it in fp32, where numbers
+ * below 127 << 20 are 8 apart. */
+DC__ANYWHERE uint32_t dc__least_noise(const dc__code_map *m) { return m->linear ? 8u : 1u; }
 
 /* The scale and codes of one block, elements [begin, end) of which x[0] is the first; noise: of map->shift bits for
  * each, or NULL to round to nearest. */
@@ -155,7 +159,7 @@ static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scal
   const dc__scaling of = dc__scaling_of(top);
   *scale = of.scale;
   for (int64_t i = begin; i < end; i++) {
-    const uint32_t added = noise ? noise[i - begin] | 1u : 1u << (m->shift - 1);
+    const uint32_t added = noise ? noise[i - begin] | dc__least_noise(m) : 1u << (m->shift - 1);
     const int code = of.inverse != 0.0f ? dc__code_of(m, x[i - begin] * of.inverse, added) : -m->offset;
     if (m->bits == 8) at[i] = (uint8_t)(code & 255);
     else if (i % 2) at[i / 2] = (uint8_t)((at[i / 2] & 15) | (code & 15) << 4);

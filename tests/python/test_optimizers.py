@@ -757,3 +757,91 @@ def test_formats_in_a_configuration():
     ):
         with pytest.raises(ConfigError, match=text):
             load(**params)
+
+
+# ---- states that are not the parameter's -----------------------------------------------------------------------------
+SIZED = [
+    ("Lamb", {}),
+    ("Adafactor", {}),
+    *((kind, {"state_dtype": "int8"}) for kind in ("AdamW", "Lamb", "Lion", "SGD", "Adagrad")),
+    ("AdamW", {"state_dtype": "bf16"}),
+    ("AdamW", {"state_dtype": "int4"}),
+]
+
+
+def _stepped(kind, kwargs, shape, steps=1):
+    p = torch.nn.Parameter(torch.ones(shape))
+    optimizer = getattr(deepc.optim, kind)([p], lr=1e-2, **({"momentum": 0.9} if kind == "SGD" else {}), **kwargs)
+    for _ in range(steps):
+        p.grad = torch.full(shape, 0.5)
+        optimizer.step()
+    return p, optimizer
+
+
+@pytest.mark.parametrize("kind, kwargs", SIZED, ids=str)
+def test_a_state_of_another_size_is_an_error(kind, kwargs):
+    """C sees addresses: a step over states that are shorter would write behind them."""
+    shape, other = ((40, 25), (36, 25)) if kind == "Adafactor" else ((1000,), (900,))
+    p, optimizer = _stepped(kind, kwargs, shape)
+    before = p.detach().clone()
+    with pytest.raises(ArgumentError, match="has .* elements"):
+        optimizer.load_state_dict(_stepped(kind, kwargs, other)[1].state_dict())
+        optimizer.step()
+    assert torch.equal(p, before)
+    p, optimizer = _stepped(kind, kwargs, other)
+    p.data = torch.ones(shape)
+    p.grad = torch.ones(shape)
+    with pytest.raises(ArgumentError, match="its parameter there are|its step takes"):
+        optimizer.step()
+    assert (p == 1).all()
+
+
+@pytest.mark.parametrize("to", ["int4", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_4_bits_of_one_element_are_loaded_as_they_were(to, sign):
+    """Its codes are one byte, as those of 8 bits are."""
+
+    def step(p, optimizer):
+        p.grad = torch.full_like(p, 0.3 * sign)
+        optimizer.step()
+
+    for form in ("int4", "int8"):
+        p, optimizer = torch.nn.Parameter(torch.ones(1)), None
+        optimizer = deepc.optim.AdamW([p], lr=1e-2, state_dtype=form)
+        for _ in range(20):
+            step(p, optimizer)
+        q = torch.nn.Parameter(p.detach().clone())
+        loaded = deepc.optim.AdamW([q], lr=1e-2, state_dtype=to)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(3):
+            step(p, optimizer)
+            step(q, loaded)
+        torch.testing.assert_close(q, p, rtol=0, atol=2e-3 if to != form else 0)
+
+
+def test_amsgrad_of_one_group_is_refused_where_states_have_a_format():
+    p = torch.nn.Parameter(torch.ones(100))
+    optimizer = deepc.optim.AdamW([{"params": [p], "amsgrad": True}], state_dtype="int8")
+    p.grad = torch.ones(100)
+    with pytest.raises(UnsupportedError, match="with amsgrad"):
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="with amsgrad"):
+        deepc.initialize(model=torch.nn.Linear(2, 2), optimizer=optimizer, config={"train_batch_size": 1})
+
+
+def test_the_largest_number_of_a_block_has_the_largest_code_whatever_the_random_bits():
+    """Where x * (1 / x) is the number before 1, few of them took SGD's linear codes to 126: what was unpacked did not
+    pack as it was."""
+    x = torch.linspace(1, 2, 4001)
+    x = float(x[x * (1 / x) < 1][0])
+    p = torch.nn.Parameter(torch.zeros(1 << 22))
+    optimizer = deepc.optim.SGD([p], lr=1e-2, momentum=0.9, state_dtype="int8")
+    p.grad = torch.full_like(p, x)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"].unique(), torch.tensor([127], dtype=torch.uint8))
+
+
+def test_the_gradient_of_norm_squared_of_large_fp16_numbers():
+    x = torch.full((100,), 40000.0, dtype=torch.float16, requires_grad=True)
+    (torch.ops.deepc.norm_squared(x).sum() * 1e-3).backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 80.0))

@@ -111,7 +111,7 @@ class Plain(Codec):
 
 
 class Int8Blocks(_Blocks):
-    """Symmetric 8-bit integers, scale = max|x| / 127 per block: 1.002 bytes an element; error <= scale / 2."""
+    """Symmetric 8-bit integers, scale = max|x| / 127 per block: 1.002 bytes an element; error <= about scale / 2."""
 
     bits = 8
 
@@ -120,8 +120,8 @@ class Int8Blocks(_Blocks):
 
 
 class Int4Blocks(_Blocks):
-    """Symmetric 4-bit integers, scale = max|x| / 7 per block: 0.516 bytes an element; error <= scale / 2. The smaller
-    block keeps one outlier from taking the few levels away from many elements."""
+    """Symmetric 4-bit integers, scale = max|x| / 7 per block: 0.516 bytes an element; error <= about scale / 2. The
+    smaller block keeps one outlier from taking the few levels away from many elements."""
 
     bits = 4
 

@@ -247,7 +247,7 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _norm_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     (x,) = ctx.saved_tensors
     per_element = grad.repeat_interleave(BLOCK)[: x.numel()].view(x.shape)
-    out: torch.Tensor = (2 * x * per_element).to(x.dtype)
+    out: torch.Tensor = (x * (2 * per_element)).to(x.dtype)
     return out
 
 

@@ -118,6 +118,7 @@ class AdamW(Optimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             # Tensors of one call share device and step number; most often there is one call per group.
+            check_state_dtype(type(self).__name__, self.state_dtype, group["amsgrad"])  # it may be of this group alone
             calls: dict[tuple[Any, ...], list[Any]] = {}
             packed: dict[int, list[Any]] = {}
             given = [p for p in group["params"] if p.grad is not None]

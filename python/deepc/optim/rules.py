@@ -16,7 +16,7 @@ from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
 from .onebit.dropin import OneBitOptimizer
-from .states.formats import ADAGRAD, ADAMW, DECOUPLED, LION, NESTEROV, SGD_RULE
+from .states.formats import ADAGRAD, ADAMW, DECOUPLED, LION, NESTEROV, SGD_RULE, check_state_dtype
 
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
 MUON = -2  # zero/step/across/matrices.py
@@ -63,6 +63,7 @@ def _adamw(base: torch.optim.Optimizer) -> CoreRule:
         return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), flags)
 
     amsgrad = any(g.get("amsgrad") for g in base.param_groups)
+    check_state_dtype(type(base).__name__, _form(base) or None, amsgrad)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
     return CoreRule(ADAMW, names, lambda g: 3 if g.get("amsgrad") else 2, scalars, form=_form(base))
 

@@ -108,9 +108,10 @@ def _made_whole(engine: EngineBase, what: What, doing: str) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:  # ^C too
+        why = str(exc).rstrip(".") or type(exc).__name__
         text = (
-            f"{doing} broke off when a part of it was loaded ({str(exc).rstrip('.') or type(exc).__name__}), so the engine has values of two"
-            " states: load a checkpoint, or make the engine anew."
+            f"{doing} broke off when a part of it was loaded ({why}), so the engine has values of two states: load a"
+            " checkpoint, or make the engine anew."
         )
         engine.broken_load = text, what.optimizer_states
         engine.hooks.blocked = text

@@ -13,7 +13,7 @@ import torch
 from ...core.lib import AdafactorArgs
 from ...core.ops import code, run_on
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_beside, check_range, check_tensor, loss_of
+from ..states.dense import Optimizer, check_beside, check_numel, check_range, check_tensor, loss_of
 from ..states.norms import blocks_of, sum_in_order
 
 FACTORS = ("row_var", "col_var")
@@ -125,7 +125,7 @@ class Adafactor(Optimizer):
         from ..states.formats import take_states
 
         super().load_state_dict(state_dict)
-        take_states(self, state_dict, (*FACTORS, "variance"), "fp32")
+        take_states(self, state_dict, (*FACTORS, "variance"), "fp32", alike=False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -167,6 +167,11 @@ class Adafactor(Optimizer):
             a.param_sums, a.update_sums = of_p.data_ptr(), of_u.data_ptr()
             set_scalars(a, group, int(state["step"]), 1.0, p.dtype)
             check_beside(p, (s for n, s in state.items() if n != "step"))
+            check_numel(p, "grad", g, p.numel())
+            sizes = {"variance": p.numel()} if m is None else dict(zip(FACTORS, (m.number * m.rows, m.number * m.cols)))
+            for n, size in sizes.items():
+                check_numel(p, n, state[n], size)
+                state[n] = state[n].contiguous()
             if m is None:
                 a.variance = state["variance"].data_ptr()
             else:

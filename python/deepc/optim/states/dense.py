@@ -16,6 +16,7 @@ from .formats import (
     SCALE,
     PackedStep,
     check_place,
+    check_sizes,
     has_codes,
     is_coded,
     make_state,
@@ -50,11 +51,27 @@ def packed_item(
     optimizer: torch.optim.Optimizer, p: torch.Tensor, moved: torch.Tensor, grad: torch.Tensor, names: Sequence[str]
 ) -> tuple[Any, ...]:
     """p's states and `grad` for step_packed; moved: what the step is made of, p or a tensor of its order."""
-    state = optimizer.state[p]
+    state, numel = optimizer.state[p], p.numel()
+    for name in names:
+        if (scale := state.get(name + SCALE)) is not None:
+            check_sizes(name, state[name], scale, numel, getattr(optimizer, "state_dtype", None) or "")
+        else:
+            check_numel(p, name, state[name], numel)
+    check_numel(p, "grad", grad, numel)
     scales = [state[n + SCALE] for n in names if n + SCALE in state]
     states = [state[n] if scales else state_in_order(state, n, p) for n in names]
     check_beside(p, (*states, *scales))
     return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
+
+
+def check_numel(p: torch.Tensor, name: str, value: torch.Tensor, numel: int) -> None:
+    """ArgumentError unless p's `value` has `numel` elements: C sees addresses alone."""
+    if value.numel() != numel:
+        raise ArgumentError(
+            f"'{name}' of a parameter of shape {tuple(p.shape)} has {value.numel()} elements, and its step takes"
+            f" {numel}. Was the state another parameter's (a vocabulary of another size), or p.data replaced by one of"
+            " another size?"
+        )
 
 
 def check_beside(p: torch.Tensor, states: Iterable[torch.Tensor]) -> None:

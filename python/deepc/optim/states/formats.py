@@ -4,6 +4,7 @@ rounding, codes of 8 or 4 bits with a scale for each block."""
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
     return places[id(p)] * APART
 
 
+@functools.lru_cache(maxsize=4096)
 def state_sizes(numel: int, state_dtype: str, first: int) -> tuple[int, int]:
     """(bytes of codes, scales) of `numel` elements, whose first has the number `first`."""
     size, scales = ctypes.c_int64(), ctypes.c_int64()
@@ -80,9 +82,22 @@ def make_state(
     return torch.zeros(size, dtype=torch.uint8, device=where), torch.zeros(scales, device=where)
 
 
+def check_sizes(
+    name: str, codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, first: int = 0
+) -> None:
+    """ArgumentError unless codes and scales are those of `numel` elements: C sees addresses alone."""
+    if (codes.numel(), scale.numel()) != (sizes := state_sizes(numel, state_dtype, first)):
+        raise ArgumentError(
+            f"state '{name}' in {state_dtype} has {codes.numel()} bytes of codes and {scale.numel()} scales; of the"
+            f" {numel} elements of its parameter there are {sizes[0]} and {sizes[1]}. Was it another parameter's (a"
+            " vocabulary of another size), or p.data replaced by one of another size?"
+        )
+
+
 def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:
     """The numbers of state `name`, exactly, in fp32 [numel] on the CPU, wherever its codes are."""
-    out = torch.empty(numel)
+    check_sizes(name, codes, scale, numel, state_dtype, first)
+    out = torch.empty(numel, dtype=torch.float32, device="cpu")
     codes, scale = codes.cpu(), scale.cpu()
     kind, form = _KINDS.get(name, 0), FORMATS[state_dtype]
     call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, kind, first, numel)
@@ -93,6 +108,7 @@ def pack(
     codes: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, state_dtype: str, name: str, first: int
 ) -> None:
     """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was. Made on the CPU."""
+    check_sizes(name, codes, scale, values.numel(), state_dtype, first)
     if codes.device.type != "cpu":
         made = torch.empty_like(codes, device="cpu"), torch.empty_like(scale, device="cpu")
         pack(*made, values, state_dtype, name, first)
@@ -170,16 +186,31 @@ def step_momentum(items: Sequence[Packed], state_dtype: str, momentum: float, gr
     step_packed(items, PackedStep(SGD_RULE, state_dtype, scalars, grad_scale, step + 1))
 
 
+def _form_of(codes: torch.Tensor, numel: int) -> str:
+    """The format that codes of `numel` elements are in. One element, the largest of its block, is a byte in both; the
+    byte of 4 bits has the code of a half that is not there."""
+    if numel != 1 or codes.numel() != 1:
+        return "int8" if codes.numel() == numel else "int4"
+    return "int4" if int(codes) in _FOUR_BITS else "int8"
+
+
+_FOUR_BITS = (0x07, 0x09, 0x87, 0x88)  # 1 and -1 of a signed state, 1 and 0 of squares (ops/ref/packed.h)
+
+
 def has_codes(saved: dict[str, Any]) -> bool:
     """Whether a state of the state_dict `saved` is codes and scales."""
     return any(name.endswith(SCALE) for state in saved["state"].values() for name in state)
 
 
 def take_states(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: Iterable[str], state_dtype: str | None
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    names: Iterable[str],
+    state_dtype: str | None,
+    alike: bool = True,
 ) -> None:
     """After torch's load_state_dict, which casts states to the parameter's dtype: the states of `saved` in this
-    optimizer's format, whatever theirs was."""
+    optimizer's format, whatever theirs was. alike: they have the parameters' sizes; ArgumentError if one has not."""
     indices = [i for g in saved["param_groups"] for i in g["params"]]
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     for index, p in zip(indices, parameters):
@@ -190,8 +221,12 @@ def take_states(
                 continue
             scale = theirs.get(name + SCALE)
             if scale is not None:
-                form = "int8" if value.numel() == p.numel() else "int4"
-                value = unpack(value, scale, p.numel(), form, name, 0).view(p.shape)
+                value = unpack(value, scale, p.numel(), _form_of(value, p.numel()), name, 0).view(p.shape)
+            elif alike and value.numel() != p.numel():
+                raise ArgumentError(
+                    f"state '{name}' of the state_dict has {value.numel()} elements, and parameter {index} has"
+                    f" {p.numel()}: it is of a model with other shapes"
+                )
             mine = optimizer.state[p]
             mine.pop(name + SCALE, None)
             if state_dtype is not None and is_coded(state_dtype):
