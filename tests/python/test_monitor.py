@@ -168,6 +168,34 @@ def test_a_run_that_goes_on_appends_and_a_fresh_one_moves_the_old_aside(tmp_path
     assert len(list((tmp_path / "run").glob("metrics.before-*.jsonl"))) == 1
 
 
+def test_starts_that_end_without_a_record_leave_the_clock_of_the_first(tmp_path):
+    """Each of them wrote its own start over the first one's, from which `at` then counted."""
+
+    def start(began, step=None):
+        folder = sinks.Folder(tmp_path, {"started": f"at {began}", "began": began}, began)
+        if step is not None:
+            folder.write([{"step": step, "at": 1.0}])
+        folder.close()
+        return json.loads((tmp_path / "run.json").read_text())
+
+    start(100.0, step=1)
+    for began in (200.0, 300.0):  # they go down in load_checkpoint, say
+        assert start(began)["began"] == began
+    run = start(400.0, step=2)
+    assert (run["started"], run["began"], run["resumed"]) == ("at 100.0", 100.0, ["at 400.0"])
+    start(500.0)
+    run = start(600.0, step=3)
+    assert (run["started"], run["began"], run["resumed"]) == ("at 100.0", 100.0, ["at 400.0", "at 600.0"])
+    records = lines_of(tmp_path / "metrics.jsonl")
+    assert [r["at"] for r in records] == [1.0, 300.0, 301.0, 500.0, 501.0]  # with two resume events
+    assert "earlier" not in run
+
+    start(700.0)
+    run = start(800.0, step=1)  # a fresh one
+    assert (run["started"], run["began"]) == ("at 800.0", 800.0) and not {"resumed", "earlier"} & set(run)
+    assert [r["at"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1.0]
+
+
 def test_a_second_engine_writes_files_of_its_own(tmp_path):
     one, two = make_engine(tmp_path), make_engine(tmp_path, model=make_model(seed=1))
     train(one, 2)
