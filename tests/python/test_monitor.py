@@ -573,6 +573,29 @@ def test_a_given_figure_replaces_the_count():
     engine.destroy()
 
 
+def test_rates_are_of_the_batch_that_each_step_had(deepspeed, tmp_path, capsys):
+    """A script that changes it had the rates of the first one for ever."""
+    cfg = config(0, micro=4, steps_per_print=2)
+    cfg["deepc"] = {"run_dir": str(tmp_path), "log": {"format": "json"}}
+    engine = deepspeed.initialize(model=make_model(), config=cfg)[0]
+    engine.monitor.set_flops(per_sample=1e8)
+    train(engine, 1)
+    engine.set_train_batch_size(8)
+    assert engine.monitor.last["samples_per_s"] == pytest.approx(4 / engine.monitor.last["time_s"])
+    train(engine, 2)
+    engine.set_train_micro_batch_size(6)
+    train(engine, 4, start=2)
+    engine.destroy()
+    records = steps_of(tmp_path / "metrics.jsonl")
+    assert [r["samples"] for r in records] == [4, 12, 24, 36]
+    for r, samples in zip(records, (4, 8, 12, 12), strict=True):
+        assert r["samples_per_s"] == pytest.approx(samples / r["time_s"])
+        assert r["tflops"] == pytest.approx(samples * 1e8 / r["time_s"] / 1e12)
+    said = [json.loads(text) for text in capsys.readouterr().err.splitlines() if text.startswith("{")]
+    for r, samples in zip(said, (12, 24), strict=True):  # of two steps each
+        assert r["samples_per_s"] == pytest.approx(samples / r["time_s"])
+
+
 def test_the_steps_of_the_whole_run(tmp_path):
     engine = make_engine(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 4}})
     assert engine.monitor.last == {}
