@@ -544,6 +544,8 @@ def test_flops_are_six_per_parameter_that_multiplies():
         12 + sum(p.numel() for p in untied[2].parameters())
     )
     assert counts.attention_size(untied) == 4
+    both = nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(2))  # the second one is another stage's
+    assert counts.token_flops(both, {id(p): (p.numel(), True) for p in both[0].parameters()}, False).per_length == 48
 
 
 def test_flops_of_torchs_counter_agree_for_a_transformer():
@@ -594,6 +596,48 @@ def test_rates_are_of_the_batch_that_each_step_had(deepspeed, tmp_path, capsys):
     said = [json.loads(text) for text in capsys.readouterr().err.splitlines() if text.startswith("{")]
     for r, samples in zip(said, (12, 24), strict=True):  # of two steps each
         assert r["samples_per_s"] == pytest.approx(samples / r["time_s"])
+
+
+class Attended(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(16, 2, 32, 0.0, batch_first=True)
+
+
+def pipeline_figures(rank, world, of_config, pipe):
+    """(tokens, FLOPs) of two batches, by this rank's own monitor, and its FLOPs of a token."""
+    from deepc.pipe import PipelineModule
+
+    def loss(logits, y):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    parts = [nn.Embedding(61, 16), *(Attended() for _ in range(4)), nn.Linear(16, 61)]
+    model = PipelineModule(layers=parts, num_stages=world, loss_fn=loss, partition_method="uniform", **pipe)
+    if of_config:
+        model.config = {"num_hidden_layers": 4, "hidden_size": 16}
+    cfg = {**config(0, micro=2, gas=2), "deepc": {"log": {"format": "none"}}}
+    engine = deepc.initialize(model=model, config=cfg)[0]
+    out = []
+    data = iter([make_batch(i, 2) for i in range(4)])
+    for _ in range(2):
+        engine.train_batch(data)
+        last = engine.monitor.last
+        out.append((last["tokens"], round(last["tflops"] * last["time_s"] * 1e12)))
+    per_token = engine.monitor.flops_per_token
+    engine.destroy()
+    return out, per_token
+
+
+@pytest.mark.parametrize(
+    "of_config, pipe",
+    [(False, {}), (True, {}), pytest.param(False, {"schedule": "interleaved"}, marks=pytest.mark.full)],
+)
+def test_a_pipelines_flops_are_those_of_all_stages(of_config, pipe):
+    """Only the first stage sees tokens, and the others counted nothing."""
+    (alone,) = run_ranks(pipeline_figures, 1, args=(of_config, {}))
+    weights = sum(p.numel() for m in (*(Attended() for _ in range(4)), nn.Linear(16, 61)) for p in m.parameters())
+    flops = 64 * (6 * weights + 12 * 4 * 16 * 16)
+    assert alone == ([(64, flops), (128, flops)], 6 * weights)
+    assert run_ranks(pipeline_figures, 2, args=(of_config, pipe)) == [alone] * 2
 
 
 def test_the_steps_of_the_whole_run(tmp_path):

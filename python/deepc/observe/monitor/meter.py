@@ -59,7 +59,8 @@ class Meter(Listener):
         self._answers = at.tp == 0  # tensor-parallel ranks run the same tokens: the first of them counts
         self._sequence_ranks = engine.mesh.sp  # each has a part of the positions
         self._count_tokens = counts.TokenCounter(counts.is_encoder_decoder(engine.module))
-        self._token_flops: counts.TokenFlops | None = None  # made at the first step that has tokens
+        # Of a pipeline its whole, since only the first stage sees tokens. Else made at the first step that has some.
+        self._token_flops = self._of_all_stages() if engine.mesh.pp > 1 else None
         self._flops_a_step: float | None = None  # of this rank, given by the profiler or the user
         self._flops_a_token: float | None = None
         self._flops_a_sample: float | None = None
@@ -183,9 +184,7 @@ class Meter(Listener):
         tokens, length = self._count_tokens(*given)
         if tokens:
             self._tokens += tokens if self._answers else 0
-            if self._token_flops is None:
-                self._token_flops = self._estimate_flops()
-            self._flops += self._token_flops.of(tokens, length * self._sequence_ranks)
+            self._flops += self._flops_of_a_token().of(tokens, length * self._sequence_ranks)
 
     def _forward_ends(self, out: Any) -> None:
         now = _clock()
@@ -507,7 +506,7 @@ class Meter(Listener):
     @property
     def flops_per_token(self) -> float | None:
         """FLOPs of a token without attention's part, forward and backward, by the count of parameters."""
-        return self._estimate_flops().constant
+        return self._flops_of_a_token().constant
 
     def log(self, scalars: Mapping[str, Any]) -> None:
         """The user's own numbers (0-d tensors are read later): to the trackers and metrics.jsonl, and the last ones of
@@ -602,12 +601,25 @@ class Meter(Listener):
         _meters.discard(self)
 
     # ---- counting ----------------------------------------------------------------------------------------------------
+    def _flops_of_a_token(self) -> counts.TokenFlops:
+        if self._token_flops is None:
+            self._token_flops = self._estimate_flops()
+        return self._token_flops
+
+    def _of_all_stages(self) -> counts.TokenFlops:
+        """The sum over the ranks of this rank's pipeline. Collective."""
+        engine = self._engine
+        mine = torch.tensor(self._estimate_flops(), dtype=torch.float64)
+        rows = engine.everyone.gather_all(mine)[list(engine.mesh.group("pp", self._rank))]
+        return counts.TokenFlops(*rows.sum(0).tolist())
+
     def _estimate_flops(self) -> counts.TokenFlops:
         engine = self._engine
         by_name = {p.name: (p.numel, p.index is not None) for p in engine.plan.params}
         mine = {n: p for n, p in engine.module.named_parameters() if n in by_name}
         numels = {id(p): by_name[n] for n, p in mine.items() if self._answers or id(p) in engine.cuts}
-        found = counts.token_flops(engine.module, numels)
+        first = engine.mesh.coordinates(self._rank).pp == 0
+        found = counts.token_flops(engine.module, numels, first)
         return found if self._answers else found._replace(per_length=0.0)
 
     def _flops_of_step(self) -> float:
