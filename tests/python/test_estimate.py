@@ -18,10 +18,15 @@ import torch
 import torch._dynamo
 import torch._subclasses.fake_tensor
 from deepc import memory
+from deepc.config import Config
 from deepc.errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from deepc.plan.derive import Machine, ParamMeta, derive
 from deepc.plan.layout import Layout
+from deepc.plan.mesh import Mesh
+from deepc.plan.plan import Plan
 from deepc.plan.predict import dryrun
 from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, state_rows
+from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
 from programs import run_python
 from ranks import RankFailure, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
@@ -522,6 +527,28 @@ def test_where_nothing_fits_the_figures_of_what_would(monkeypatch: pytest.Monkey
     many, kind = re.search(r"use (\d+) nodes like this one at stage 3 in (fp32|bf16)", said).groups()
     fits = [sum(model_states_bytes(total, stage=3, nodes=n, dtype=kind)) <= room for n in (int(many) - 1, int(many))]
     assert fits == [False, True]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_the_advice_knows_what_frozen_parameters_take(precision: dict) -> None:
+    """LoRA: they have no gradients, moments and masters."""
+    meta = (ParamMeta("base", (7_000_000, 1000), "float32", None), ParamMeta("lora", (40_000, 1000), "float32", 0))
+
+    def planned_as(stage: int, **more: dict) -> Plan:
+        raw = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, **more}
+        return derive(Config.load(raw, world_size=2, device_type="cpu"), meta, Mesh(dp=2), Machine())
+
+    plan, half = planned_as(0, **precision), {"bf16": {"enabled": True}}
+    for stage, more in ((1, precision), (3, precision), (3, half)):
+        options = options_by_counts(plan, int(1.01 * planned_as(stage, **more).bytes["node_total"]))
+        assert options
+        for said in options:
+            stage, also, gib = re.fullmatch(r"\S+stage (\d)( with bf16.enabled)? \((.*) GiB\)", said).groups()
+            it_is = planned_as(int(stage), **(half if also else precision)).bytes["node_total"]
+            assert float(gib) == pytest.approx(it_is / GIB, abs=0.02), said  # buckets are the given precision's
+    least = planned_as(3, **half).bytes["node_total"] / GIB
+    (gib,) = re.findall(r"in bf16, (\S+) GiB: free or add ", by_nodes(plan, 1 << 30))
+    assert float(gib) == pytest.approx(least, abs=0.02)
 
 
 def test_a_run_that_nothing_makes_fit_names_what_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,34 @@ def test_a_run_that_goes_on_appends_and_a_fresh_one_moves_the_old_aside(tmp_path
     assert len(list((tmp_path / "run").glob("metrics.before-*.jsonl"))) == 1
 
 
+def test_starts_that_end_without_a_record_leave_the_clock_of_the_first(tmp_path):
+    """Each of them wrote its own start over the first one's, from which `at` then counted."""
+
+    def start(began, step=None):
+        folder = sinks.Folder(tmp_path, {"started": f"at {began}", "began": began}, began)
+        if step is not None:
+            folder.write([{"step": step, "at": 1.0}])
+        folder.close()
+        return json.loads((tmp_path / "run.json").read_text())
+
+    start(100.0, step=1)
+    for began in (200.0, 300.0):  # they go down in load_checkpoint, say
+        assert start(began)["began"] == began
+    run = start(400.0, step=2)
+    assert (run["started"], run["began"], run["resumed"]) == ("at 100.0", 100.0, ["at 400.0"])
+    start(500.0)
+    run = start(600.0, step=3)
+    assert (run["started"], run["began"], run["resumed"]) == ("at 100.0", 100.0, ["at 400.0", "at 600.0"])
+    records = lines_of(tmp_path / "metrics.jsonl")
+    assert [r["at"] for r in records] == [1.0, 300.0, 301.0, 500.0, 501.0]  # with two resume events
+    assert "earlier" not in run
+
+    start(700.0)
+    run = start(800.0, step=1)  # a fresh one
+    assert (run["started"], run["began"]) == ("at 800.0", 800.0) and not {"resumed", "earlier"} & set(run)
+    assert [r["at"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1.0]
+
+
 def test_a_second_engine_writes_files_of_its_own(tmp_path):
     one, two = make_engine(tmp_path), make_engine(tmp_path, model=make_model(seed=1))
     train(one, 2)
@@ -516,6 +544,8 @@ def test_flops_are_six_per_parameter_that_multiplies():
         12 + sum(p.numel() for p in untied[2].parameters())
     )
     assert counts.attention_size(untied) == 4
+    both = nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(2))  # the second one is another stage's
+    assert counts.token_flops(both, {id(p): (p.numel(), True) for p in both[0].parameters()}, False).per_length == 48
 
 
 def test_flops_of_torchs_counter_agree_for_a_transformer():
@@ -543,6 +573,71 @@ def test_a_given_figure_replaces_the_count():
     with pytest.raises(ArgumentError, match="one of"):
         engine.monitor.set_flops(per_step=1.0, per_token=1.0)
     engine.destroy()
+
+
+def test_rates_are_of_the_batch_that_each_step_had(deepspeed, tmp_path, capsys):
+    """A script that changes it had the rates of the first one for ever."""
+    cfg = config(0, micro=4, steps_per_print=2)
+    cfg["deepc"] = {"run_dir": str(tmp_path), "log": {"format": "json"}}
+    engine = deepspeed.initialize(model=make_model(), config=cfg)[0]
+    engine.monitor.set_flops(per_sample=1e8)
+    train(engine, 1)
+    engine.set_train_batch_size(8)
+    assert engine.monitor.last["samples_per_s"] == pytest.approx(4 / engine.monitor.last["time_s"])
+    train(engine, 2)
+    engine.set_train_micro_batch_size(6)
+    train(engine, 4, start=2)
+    engine.destroy()
+    records = steps_of(tmp_path / "metrics.jsonl")
+    assert [r["samples"] for r in records] == [4, 12, 24, 36]
+    for r, samples in zip(records, (4, 8, 12, 12), strict=True):
+        assert r["samples_per_s"] == pytest.approx(samples / r["time_s"])
+        assert r["tflops"] == pytest.approx(samples * 1e8 / r["time_s"] / 1e12)
+    said = [json.loads(text) for text in capsys.readouterr().err.splitlines() if text.startswith("{")]
+    for r, samples in zip(said, (12, 24), strict=True):  # of two steps each
+        assert r["samples_per_s"] == pytest.approx(samples / r["time_s"])
+
+
+class Attended(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(16, 2, 32, 0.0, batch_first=True)
+
+
+def pipeline_figures(rank, world, of_config, pipe):
+    """(tokens, FLOPs) of two batches, by this rank's own monitor, and its FLOPs of a token."""
+    from deepc.pipe import PipelineModule
+
+    def loss(logits, y):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    parts = [nn.Embedding(61, 16), *(Attended() for _ in range(4)), nn.Linear(16, 61)]
+    model = PipelineModule(layers=parts, num_stages=world, loss_fn=loss, partition_method="uniform", **pipe)
+    if of_config:
+        model.config = {"num_hidden_layers": 4, "hidden_size": 16}
+    cfg = {**config(0, micro=2, gas=2), "deepc": {"log": {"format": "none"}}}
+    engine = deepc.initialize(model=model, config=cfg)[0]
+    out = []
+    data = iter([make_batch(i, 2) for i in range(4)])
+    for _ in range(2):
+        engine.train_batch(data)
+        last = engine.monitor.last
+        out.append((last["tokens"], round(last["tflops"] * last["time_s"] * 1e12)))
+    per_token = engine.monitor.flops_per_token
+    engine.destroy()
+    return out, per_token
+
+
+@pytest.mark.parametrize(
+    "of_config, pipe",
+    [(False, {}), (True, {}), pytest.param(False, {"schedule": "interleaved"}, marks=pytest.mark.full)],
+)
+def test_a_pipelines_flops_are_those_of_all_stages(of_config, pipe):
+    """Only the first stage sees tokens, and the others counted nothing."""
+    (alone,) = run_ranks(pipeline_figures, 1, args=(of_config, {}))
+    weights = sum(p.numel() for m in (*(Attended() for _ in range(4)), nn.Linear(16, 61)) for p in m.parameters())
+    flops = 64 * (6 * weights + 12 * 4 * 16 * 16)
+    assert alone == ([(64, flops), (128, flops)], 6 * weights)
+    assert run_ranks(pipeline_figures, 2, args=(of_config, pipe)) == [alone] * 2
 
 
 def test_the_steps_of_the_whole_run(tmp_path):

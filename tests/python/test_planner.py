@@ -114,6 +114,49 @@ def test_a_model_from_a_transformers_config(tmp_path):
             model_of(wrong)
 
 
+def test_heads_may_be_wider_or_narrower_than_the_model(tmp_path):
+    """head_dim was ignored: Qwen3, Gemma and Mistral-Nemo had too few parameters, and too narrow keys."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100)
+    for config, keys in (
+        (transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=32), 64),
+        (transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=64), 64),
+        (transformers.Gemma3TextConfig(**sizes, num_key_value_heads=1, head_dim=64), 64),
+        (transformers.MistralConfig(**sizes, num_key_value_heads=2, head_dim=8), 16),
+        (transformers.MistralConfig(**sizes | {"hidden_size": 66}, num_key_value_heads=2, head_dim=16), 32),
+    ):
+        real = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        given = config.to_dict()
+        if config.model_type.startswith("gemma"):
+            del given["tie_word_embeddings"]  # as their files do: it is transformers' default
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        for model in (model_of(config), model_of(str(tmp_path))):
+            assert model.keys == keys and model.queries == 4 * config.head_dim
+            assert model.parameters == pytest.approx(real, rel=0.01), config.model_type
+    real = model_of(
+        "layers=28,hidden=1024,heads=16,kv_heads=8,head_dim=128,inner=3072,vocab=151936,seq=4096,gated=1,tied=1"
+    )
+    assert real.parameters / 1e9 == pytest.approx(0.596, rel=0.001) and real.keys == 1024  # Qwen3-0.6B
+    latent = {"model_type": "deepseek_v3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    latent |= {"vocab_size": 100, "max_position_embeddings": 32, "kv_lora_rank": 8, "head_dim": 4}
+    assert model_of(latent).keys == 64
+    with pytest.raises(ArgumentError, match="give head_dim"):
+        model_of("layers=2,hidden=66,heads=4,vocab=100,seq=32")
+
+
+def test_wider_heads_cost_what_as_many_equal_ones_do():
+    """Twice as many heads of half the size: the same work, kept values and messages, in another way to say it."""
+    wide = model_of("layers=2,hidden=64,heads=4,head_dim=32,vocab=100,seq=32")
+    many = model_of("layers=2,hidden=64,heads=8,head_dim=16,vocab=100,seq=32")
+    given = model_of("layers=2,hidden=64,heads=4,head_dim=16,vocab=100,seq=32")
+    assert given == model_of("layers=2,hidden=64,heads=4,vocab=100,seq=32")
+    assert wide.rows() == many.rows() != given.rows()
+    block, narrow = wide.rows()[1], given.rows()[1]
+    assert block["sp_elems"] == 2 * narrow["sp_elems"] and block["saved_whole"] == narrow["saved_whole"]
+    assert block["saved"] - narrow["saved"] == 32 * 4 * 64 and block["traffic"] - narrow["traffic"] == 32 * 8 * 64
+    assert block["flops"] - narrow["flops"] == 2 * 32 * 4 * 64 * 64 + 2 * 32 * 32 * 64
+
+
 def random_case(draw: random.Random):
     """A cluster of one or two kinds of nodes and a model."""
     kinds = []

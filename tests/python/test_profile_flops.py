@@ -475,6 +475,38 @@ def profile_engines(rank, world, folder, stages, nodes):
     return out
 
 
+def of_all_ranks(rank, world, layout):
+    """FLOPs of the step behind the profiled one, as the log line has them."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    layers = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)]
+    cfg = tiny.config(0, micro=2, gas=2, flops_profiler={"enabled": True, "output_file": "/dev/null"})
+    data = [(torch.randn(2, 8), torch.randn(2, 4)) for _ in range(6)]
+    if layout is None:
+        engine = deepc.initialize(model=nn.Sequential(*layers), config=cfg)[0]
+        for x, y in data:
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+    else:
+        model = PipelineModule(
+            layers=layers, num_stages=world, loss_fn=F.mse_loss, partition_method="uniform", schedule=layout
+        )
+        engine = deepc.initialize(model=model, config=cfg)[0]
+        for _ in range(3):
+            engine.train_batch(iter(data))
+    last = engine.monitor.last
+    engine.destroy()
+    return round(last["tflops"] * last["time_s"] * 1e12)
+
+
+@pytest.mark.parametrize("layout", [None, "1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
+def test_the_log_lines_figure_is_what_all_ranks_counted(layout):
+    """Only rank 0 counted."""
+    of_sample = 3 * 2 * (8 * 16 + 2 * 16 * 16 + 16 * 4)
+    assert run_ranks(of_all_ranks, 2, args=(layout,)) == [(8 if layout is None else 4) * of_sample] * 2
+
+
 @pytest.mark.parametrize("nodes", ["", pytest.param("01", marks=pytest.mark.full)])
 def test_engines_profile_the_whole_model_at_every_stage(tmp_path, nodes):
     stages = [(0, False), (2, False), (3, False), (3, True)]

@@ -3,6 +3,7 @@ within the budget, and every number is the one of no recomputation."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -450,6 +451,149 @@ def test_zero_stages_have_the_same_bits(stage, world, streamed):
             assert losses == plain[0]
             for name, value in state.items():
                 assert torch.equal(value, plain[1][name]), name
+
+
+class Stateful(nn.Module):
+    """Blocks with state in buffers that a training forward changes: in place by a kernel and by operators, by a new
+    tensor, from None, and shared by two modules."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.3)
+            self.old = nn.utils.spectral_norm(nn.Linear(8, 8))
+            self.new = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+            self.register_buffer("mean", torch.ones(8))
+            self.register_buffer("last", None)
+            self.register_buffer("constant", torch.tensor([float("nan"), 1.0]))
+            self.norm.register_buffer("seen", torch.zeros(()))
+            self.old.register_buffer("seen", self.norm.seen)
+
+        def forward(self, x):
+            h = self.new(self.old(self.norm(self.lin(x)).tanh()).tanh())
+            if self.training:
+                self.mean = 0.5 * self.mean + 0.5 * h.detach().mean(0)
+                self.norm.seen += 1.0
+                h = h if self.last is None else h + self.last
+                self.last = h.detach().mean(0)
+            return x + (h - self.mean) / self.old.seen.clamp(min=1) * self.constant[1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _stateful(rank, world, budgets, extra):
+    import deepc
+
+    out = []
+    for budget in budgets:
+        torch.manual_seed(0)
+        engine = deepc.initialize(model=Stateful(), config=config(budget) | extra)[0]
+        losses = []
+        for step in range(8):
+            torch.manual_seed(step + 8 * rank)
+            loss = engine(torch.randn(32, 8))
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step()
+        buffers = {n: t.clone() for n, t in engine.module.named_buffers()}
+        state = {n: t.clone() for n, t in engine.module_state_dict().items()}
+        out.append((losses, buffers, state, engine.recomputation.stats()))
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize(
+    "world, stage",
+    [(1, 0), *(pytest.param(*on, marks=pytest.mark.full) for on in ((2, 1), (2, 2), (2, 3)))],
+)
+def test_buffers_that_forwards_change_are_those_of_no_recomputation(world, stage):
+    """Blocks wrote into them a second time in backward, and a spectral norm's weight was another one there."""
+    extra = {"gradient_accumulation_steps": 2, "train_batch_size": 8 * world, "zero_optimization": {"stage": stage}}
+    generous = run_ranks(_stateful, world, ["1TB"], extra)[0][0][-1]
+    least, whole = generous["least_bytes"], generous["whole_bytes"]
+    for plain, *others in run_ranks(_stateful, world, [None, least, (least + whole) // 2], extra):
+        assert plain[1]["blocks.0.norm.num_batches_tracked"] == plain[1]["blocks.0.norm.seen"] == 8
+        for (losses, buffers, state, stats), least_of in zip(others, (4, 1), strict=True):
+            assert stats["recomputed"] >= least_of
+            assert losses == plain[0]
+            for got, before in ((buffers, plain[1]), (state, plain[2])):
+                assert got.keys() == before.keys()
+                for name, value in got.items():
+                    assert torch.equal(value.nan_to_num(9), before[name].nan_to_num(9)), name
+
+
+def test_a_backward_that_is_run_twice_finds_the_same_buffers():
+    torch.manual_seed(0)
+    model = Stateful()
+    by = Recomputation(model, 10**9)
+    x = torch.randn(32, 8)
+    with by.around(x):  # the first forward, which recomputes all
+        loss = model(x)
+    seen = {n: (t, t._version, t.clone()) for n, t in model.named_buffers()}
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    by.close()
+    assert all(map(torch.equal, first, second))
+    for name, t in model.named_buffers():
+        was, version, values = seen[name]
+        assert t is was and t._version == version and torch.equal(t.nan_to_num(9), values.nan_to_num(9)), name
+
+
+def test_modules_that_begin_to_train_are_looked_at_again():
+    """A batch norm whose statistics were frozen at first."""
+
+    def losses(recomputed):
+        torch.manual_seed(0)
+        model = Stateful()
+        by = Recomputation(model, 10**9) if recomputed else None
+        out = []
+        for step in range(4):
+            for block in model.blocks:
+                block.norm.train(step > 1)
+            x = torch.randn(32, 8)
+            if by is not None:
+                by._plans.clear()  # each forward recomputes all
+            with by.around(x) if by is not None else contextlib.nullcontext():
+                loss = model(x)
+            loss.backward()
+            out += [loss.item(), *(p.grad.sum().item() for p in model.parameters())]
+        if by is not None:
+            by.close()
+        return out, [t.nan_to_num(9).tolist() for t in model.buffers()]
+
+    assert losses(True) == losses(False)
+
+
+def test_a_buffer_that_some_forwards_change_is_an_error():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.calls = nn.Linear(8, 8), 0
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3:  # the second forward's: the first one has run twice
+                self.scale.mul_(2)
+            return self.lin(x) * self.scale
+
+    model = nn.Sequential(Counts(), Counts())
+    by = Recomputation(model, 10**9)
+    x = torch.randn(4, 8)
+    with by.around(x):
+        loss = model(x).sum()
+    loss.backward()
+    by._plans.clear()
+    with pytest.raises(ConfigError, match="a forward of Counts has changed its buffer 'scale'"), by.around(x):
+        model(x)
+    by.close()
 
 
 def test_inputs_of_recomputed_blocks_may_lie_on_disk(tmp_path):

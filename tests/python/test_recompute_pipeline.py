@@ -332,3 +332,39 @@ def refused(rank, world):
 def test_what_has_no_blocks_or_recomputes_already():
     for nothing, already in run_ranks(refused, 2):
         assert "no two layers" in nothing and "activation_checkpoint_interval = 1 recomputes already" in already
+
+
+def _with_statistics(rank, world, budget, schedule):
+    import deepc
+    from test_pipeline_cut import batches, normed
+
+    model, form = normed()
+    cfg = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"stages": world},
+        "deepc": {"pipeline": {"schedule": schedule}},
+    }
+    cfg |= {KEY: {"budget": budget}} if budget is not None else {}
+    engine = deepc.initialize(model=model, config=cfg, sample_batch=next(batches(form, 0, 1, 1)))[0]
+    data = batches(form, 0, MICRO, 1)
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    buffers = {n: t.clone() for n, t in engine.module.named_buffers() if not t.is_meta}
+    stats = engine.recomputation.stats()
+    engine.destroy()
+    return losses, buffers, stats
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_statistics_of_micro_batches_in_flight_are_each_its_own(schedule):
+    """Several have gone forward through a block, and changed its buffers, before the first is computed again."""
+    plain = run_ranks(_with_statistics, 2, args=(None, schedule))
+    generous = run_ranks(_with_statistics, 2, args=("1TB", schedule))
+    least = max(stats["least_bytes"] for _, _, stats in generous)
+    found = run_ranks(_with_statistics, 2, args=(least, schedule))
+    assert found[0][-1]["recomputed"] > 0
+    for (losses, buffers, _), (wanted, before, _) in zip(found, plain, strict=True):
+        assert losses == wanted and buffers.keys() == before.keys()
+        assert all(torch.equal(t, before[n]) for n, t in buffers.items())

@@ -115,6 +115,15 @@ def _int_of(config: Any, names: tuple[str, ...]) -> int | None:
 def attention_size(module: torch.nn.Module) -> int:
     """Layers x width of the attention, from the model's `config` (Hugging Face's names, and common ones) or from its
     nn.MultiheadAttention; 0 if neither tells."""
+    found = _attention_by_config(module)
+    return sum(m.embed_dim for m in _attentions(module)) if found is None else found
+
+
+def _attentions(module: torch.nn.Module) -> list[torch.nn.MultiheadAttention]:
+    return [m for m in module.modules() if isinstance(m, torch.nn.MultiheadAttention)]
+
+
+def _attention_by_config(module: torch.nn.Module) -> int | None:
     config = getattr(module, "config", None)
     if config is not None:
         config = getattr(config, "text_config", None) or config
@@ -122,7 +131,7 @@ def attention_size(module: torch.nn.Module) -> int:
         heads, head_dim = _int_of(config, _HEADS), _int_of(config, _HEAD_DIM)
         if layers and (width or (heads and head_dim)):
             return layers * (heads * head_dim if heads and head_dim else width)  # type: ignore[return-value,operator]
-    return sum(m.embed_dim for m in module.modules() if isinstance(m, torch.nn.MultiheadAttention))
+    return None
 
 
 def _only_looked_up(module: torch.nn.Module) -> set[int]:
@@ -145,12 +154,20 @@ class TokenFlops(NamedTuple):
         return tokens * (self.constant + self.per_length * length)
 
 
-def token_flops(module: torch.nn.Module, numels: Mapping[int, tuple[int, bool]]) -> TokenFlops:
-    """numels: id(parameter) -> (elements, is it trained)."""
+def token_flops(
+    module: torch.nn.Module, numels: Mapping[int, tuple[int, bool]], first_stage: bool = True
+) -> TokenFlops:
+    """numels: id(parameter) -> (elements, is it trained). Of a stage of a pipeline what its own parameters take: those
+    in numels; what a `config` says is of the whole model, and counts in the first stage."""
     skipped = _only_looked_up(module)
     constant = sum(n * (6 if trained else 4) for i, (n, trained) in numels.items() if i not in skipped)
     share = 0.5 if is_encoder_decoder(module) else 1.0  # a token goes through one of the halves
-    return TokenFlops(share * constant, share * 12 * attention_size(module))
+    attention = _attention_by_config(module)
+    if attention is None:
+        attention = sum(m.embed_dim for m in _attentions(module) if any(id(p) in numels for p in m.parameters()))
+    elif not first_stage:
+        attention = 0
+    return TokenFlops(share * constant, share * 12 * attention)
 
 
 def is_encoder_decoder(module: torch.nn.Module) -> bool:

@@ -52,7 +52,6 @@ class Meter(Listener):
         self._config = config = engine._config
         self._rank, self._world = engine.everyone.rank, engine.everyone.world
         self._on_cpu = engine.device.type == "cpu"
-        self._samples_a_step = config.train_batch_size
         self._prefix = f"engine {_made}: " if len(_meters) else ""
         _meters.add(self)
 
@@ -60,9 +59,11 @@ class Meter(Listener):
         self._answers = at.tp == 0  # tensor-parallel ranks run the same tokens: the first of them counts
         self._sequence_ranks = engine.mesh.sp  # each has a part of the positions
         self._count_tokens = counts.TokenCounter(counts.is_encoder_decoder(engine.module))
-        self._token_flops: counts.TokenFlops | None = None  # made at the first step that has tokens
+        # Of a pipeline its whole, since only the first stage sees tokens. Else made at the first step that has some.
+        self._token_flops = self._of_all_stages() if engine.mesh.pp > 1 else None
         self._flops_a_step: float | None = None  # of this rank, given by the profiler or the user
         self._flops_a_token: float | None = None
+        self._flops_a_sample: float | None = None
         self._peak: float | None = None  # FLOP/s of all ranks
         self._total: int | None = config.deepc.log.total_steps
         self._about = False  # that number is a guess
@@ -183,9 +184,7 @@ class Meter(Listener):
         tokens, length = self._count_tokens(*given)
         if tokens:
             self._tokens += tokens if self._answers else 0
-            if self._token_flops is None:
-                self._token_flops = self._estimate_flops()
-            self._flops += self._token_flops.of(tokens, length * self._sequence_ranks)
+            self._flops += self._flops_of_a_token().of(tokens, length * self._sequence_ranks)
 
     def _forward_ends(self, out: Any) -> None:
         now = _clock()
@@ -321,11 +320,13 @@ class Meter(Listener):
         seconds = now - (self._began if self._began is not None else self._entered)
         # Peers also wait for what this rank did between its steps (an evaluation, a print), which is not in `seconds`.
         data, communication = min(data, seconds), min(communication, seconds)
+        samples = self._engine.train_batch_size()  # of this step: scripts may change it between two
         self._tokens_total += tokens
         self._raw = (
             result,
             now,
             seconds,
+            samples,
             tokens,
             flops,
             data,
@@ -339,9 +340,9 @@ class Meter(Listener):
         self._made_record = None
         sums = self._sums
         sums.seconds += seconds
+        sums.samples += samples
         sums.tokens += tokens
         sums.flops += flops
-        sums.steps += 1
         sums.data += data
         sums.communication += communication
         sums.disk += disk
@@ -355,7 +356,8 @@ class Meter(Listener):
 
     def _make_record(self) -> dict[str, Any]:
         engine = self._engine
-        result, now, seconds, tokens, flops, data, communication, disk, forward, backward, update, outside = self._raw  # type: ignore[misc]
+        result, now, seconds, samples, tokens, flops, data, communication, disk, *parts = self._raw  # type: ignore[misc]
+        forward, backward, update, outside = parts
         known = sum(r[1] for r in self._rows)
         rates = [float(g["lr"]) for g in engine.optimizer.param_groups]
         out: dict[str, Any] = {
@@ -371,7 +373,7 @@ class Meter(Listener):
             "skipped": not result.applied,
             "skipped_steps": engine.skipped_steps,
             "precision": engine.precision,
-            "samples_per_s": self._samples_a_step / seconds,
+            "samples_per_s": samples / seconds,
             "tokens_per_s": tokens / seconds if tokens else None,
             "tflops": flops / seconds / 1e12 if flops else None,
             "memory": self._memory_now(),
@@ -452,7 +454,7 @@ class Meter(Listener):
                 engine.dtype, engine.device, plan.ranks_per_node, plan.nodes, engine.everyone.world
             )
         sums, record = self._sums, {**self._now, **self._ahead()}
-        record.update(sums.rates(self._samples_a_step, self._peak))
+        record.update(sums.rates(self._peak))
         if self._own:
             row = self._rows[self._rank]
             record["memory"] = {**record["memory"], "process": int(row[7]), "process_peak": int(row[8])}
@@ -499,14 +501,12 @@ class Meter(Listener):
         micro-batches), of one token, or of one sample."""
         if sum(x is not None for x in (per_step, per_token, per_sample)) != 1:
             raise ArgumentError("set_flops takes one of per_step=, per_token=, per_sample=")
-        if per_sample is not None:
-            per_step = per_sample * self._samples_a_step / self._engine.world_size
-        self._flops_a_step, self._flops_a_token = per_step, per_token
+        self._flops_a_step, self._flops_a_token, self._flops_a_sample = per_step, per_token, per_sample
 
     @property
     def flops_per_token(self) -> float | None:
         """FLOPs of a token without attention's part, forward and backward, by the count of parameters."""
-        return self._estimate_flops().constant
+        return self._flops_of_a_token().constant
 
     def log(self, scalars: Mapping[str, Any]) -> None:
         """The user's own numbers (0-d tensors are read later): to the trackers and metrics.jsonl, and the last ones of
@@ -601,17 +601,33 @@ class Meter(Listener):
         _meters.discard(self)
 
     # ---- counting ----------------------------------------------------------------------------------------------------
+    def _flops_of_a_token(self) -> counts.TokenFlops:
+        if self._token_flops is None:
+            self._token_flops = self._estimate_flops()
+        return self._token_flops
+
+    def _of_all_stages(self) -> counts.TokenFlops:
+        """The sum over the ranks of this rank's pipeline. Collective."""
+        engine = self._engine
+        mine = torch.tensor(self._estimate_flops(), dtype=torch.float64)
+        rows = engine.everyone.gather_all(mine)[list(engine.mesh.group("pp", self._rank))]
+        return counts.TokenFlops(*rows.sum(0).tolist())
+
     def _estimate_flops(self) -> counts.TokenFlops:
         engine = self._engine
         by_name = {p.name: (p.numel, p.index is not None) for p in engine.plan.params}
         mine = {n: p for n, p in engine.module.named_parameters() if n in by_name}
         numels = {id(p): by_name[n] for n, p in mine.items() if self._answers or id(p) in engine.cuts}
-        found = counts.token_flops(engine.module, numels)
+        first = engine.mesh.coordinates(self._rank).pp == 0
+        found = counts.token_flops(engine.module, numels, first)
         return found if self._answers else found._replace(per_length=0.0)
 
     def _flops_of_step(self) -> float:
         if self._flops_a_step is not None:
             return self._flops_a_step
+        if self._flops_a_sample is not None:
+            mine: float = self._flops_a_sample * self._engine.train_batch_size() / self._world
+            return mine
         return self._flops if self._flops_a_token is None else self._flops_a_token * self._tokens
 
     def _sample(self, now: float) -> None:
@@ -638,17 +654,17 @@ class Meter(Listener):
 class _Sums:
     """Since the last line."""
 
-    __slots__ = ("seconds", "steps", "tokens", "flops", "data", "communication", "disk")
+    __slots__ = ("seconds", "samples", "tokens", "flops", "data", "communication", "disk")
 
     def __init__(self) -> None:
         self.seconds = self.tokens = self.flops = self.data = self.communication = self.disk = 0.0
-        self.steps = 0
+        self.samples = 0
 
-    def rates(self, samples_a_step: int, peak: float | None) -> dict[str, Any]:
+    def rates(self, peak: float | None) -> dict[str, Any]:
         s = self.seconds or 1e-9
         out: dict[str, Any] = {
             "time_s": s,
-            "samples_per_s": samples_a_step * self.steps / s,
+            "samples_per_s": self.samples / s,
             "wait": {"data_s": self.data, "communication_s": self.communication, "disk_s": self.disk},
         }
         if self.tokens:

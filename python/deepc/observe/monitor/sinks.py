@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,7 @@ def _has_other_bars() -> bool:
 
 
 # ---- the run folder --------------------------------------------------------------------------------------------------
+_CLOCK = ("started", "began", "resumed")  # what run.json says of the times of a run's starts
 _open_names: dict[str, set[int]] = {}  # by folder: the numbers of the engines that write there
 
 
@@ -241,14 +242,20 @@ class Folder(Sink):
         self.run_path, self.path = self._folder / f"run{dot}.json", self._folder / f"metrics{dot}.jsonl"
         self.name = f"the run folder ({self.path})"
         self._began, self._shift = began, 0.0
-        self._earlier = _read_json(self.run_path)
+        # The first record tells whether a run goes on. Until then the clock of the one before lies beside this one's: a
+        # start that ends without a record must not take it away from the next.
+        earlier = _read_json(self.run_path)
+        unused = earlier.get("earlier")
+        self._earlier: dict[str, Any] = unused if isinstance(unused, dict) else earlier
         self._info = info
         self._file: Any = None
-        self._write_info()
+        kept = {k: self._earlier[k] for k in _CLOCK if k in self._earlier}
+        self._write_info({"earlier": kept} if kept else {})
 
-    def _write_info(self) -> None:
+    def _write_info(self, more: Mapping[str, Any]) -> None:
         fresh = self.run_path.with_suffix(".new")
-        fresh.write_text(json.dumps(line.plain(self._info), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        info = line.plain({**self._info, **more})
+        fresh.write_text(json.dumps(info, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(fresh, self.run_path)
 
     def _open(self, first_step: int) -> None:
@@ -265,7 +272,7 @@ class Folder(Sink):
                 "began": self._earlier["began"],
                 "resumed": [*self._earlier.get("resumed", ()), self._info.get("started")],
             }
-            self._write_info()
+        self._write_info({})
         self._file = open(self.path, "a", encoding="utf-8")
         if resumed:
             self._file.write(line.as_json({"event": "resume", "step": first_step - 1, "at": self._shift}) + "\n")

@@ -57,7 +57,7 @@ def attach(engine: Any) -> None:
         from .scheduled import CommsFile
 
         probe_of(engine).add(CommsFile(engine, folder))
-    if config.flops_profiler.enabled and engine.everyone.rank == 0:
+    if config.flops_profiler.enabled:
         from .scheduled import FlopsAtStep
 
         probe = probe_of(engine)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .flops.costs import get_module_flops
 from .flops.profiler import FlopsProfiler
 from .probe import Listener, Probe, run_folder
 
@@ -19,13 +20,15 @@ _COMMS_EVERY_S = 30.0
 
 
 class FlopsAtStep(Listener):
-    """Section flops_profiler: profiles the forwards of the step before which `profile_step` steps were done (of an
-    accumulation the last one counts) and prints when it ends. Rank 0 only; nothing of it is left afterwards."""
+    """Section flops_profiler: profiles the forwards of the step before which `profile_step` steps were done, and prints
+    the last of them when it ends, on rank 0. All ranks count, as the log line's FLOP/s are those of all. Nothing of it
+    is left afterwards."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe, engine = probe, probe.engine
         self._section = engine._config.flops_profiler
         self._profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
+        self._counting, self._flops = False, 0  # the latter of the step's forwards so far
 
     def begin(self, name: str, now: int) -> None:
         if (
@@ -34,10 +37,15 @@ class FlopsAtStep(Listener):
             and torch.is_grad_enabled()
         ):
             self._profiler.start_profile()
+            self._counting = True
 
     def end(self, name: str, now: int, stepped: bool) -> None:
-        if name == "forward":
+        if name == "forward" and self._counting:
             self._profiler.stop_profile()
+            self._counting = False
+            self._flops += get_module_flops(self._profiler.model)
+        elif name == "discard":
+            self._flops = 0
         elif name == "step" and stepped and self._profiler.started:
             self._tell()
         if name == "step" and stepped and self._probe.engine.global_steps > self._section.profile_step:
@@ -45,6 +53,10 @@ class FlopsAtStep(Listener):
 
     def _tell(self) -> None:
         engine, s = self._probe.engine, self._section
+        if engine.monitor is not None:
+            engine.monitor.set_flops(per_step=3 * self._flops)
+        if engine.everyone.rank != 0:
+            return
         self._profiler.print_model_profile(
             engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file
         )
@@ -52,10 +64,6 @@ class FlopsAtStep(Listener):
         if folder and not s.output_file:
             self._profiler.print_model_profile(
                 engine.global_steps, s.module_depth, s.top_modules, s.detailed, os.path.join(folder, "flops.txt")
-            )
-        if engine.monitor is not None:
-            engine.monitor.set_flops(
-                per_step=3 * self._profiler.get_total_flops() * engine.gradient_accumulation_steps()
             )
 
     def close(self) -> None:

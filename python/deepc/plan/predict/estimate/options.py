@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....config.tree import Config
 from ....errors import ConfigError, UnsupportedError
+from ...layout import padded
 from .case import Case
 from .counts import GIB, model_states_bytes
 from .figures import MemoryEstimate, Option, from_dict
@@ -91,18 +92,28 @@ def _try(case: Case, name: str, change: dict[str, Any], rows: int | None, recomp
     return None
 
 
+def _need(plan: Plan, stage: int, dtype: str, nodes: int) -> int:
+    """Bytes of model states of this node, at that stage in that precision. Frozen parameters have no gradients, moments
+    and masters, and are whole where the model is."""
+    trained = sum(p.numel for p in plan.params if p.index is not None)
+    frozen = sum(padded(p.numel) for p in plan.params if p.index is None)
+    keep = plan.frozen_elems != frozen  # some have their bytes whatever the precision (layout.keep_bytes)
+    size = plan.dtype.itemsize if keep else {"fp32": 4, "bf16": 2}[dtype]
+    private, shared = model_states_bytes(
+        trained, stage=stage, ranks_per_node=plan.ranks_per_node, nodes=nodes, dtype=dtype
+    )
+    copies = 1 if stage == 3 else plan.ranks_per_node
+    return private * plan.ranks_per_node + shared + plan.frozen_elems * size * copies + plan.bytes["staging_shared"]
+
+
 def options_by_counts(plan: Plan, have: int) -> list[str]:
     """Changes of stage and precision whose model states would fit into `have` bytes of this node, each with its figure;
     the least change first."""
-    total = sum(p.numel for p in plan.params)
     kind = {4: "fp32"}.get(plan.dtype.itemsize, "bf16")
     out = []
     for dtype in dict.fromkeys((kind, "bf16")):
         for stage in range(plan.stage, 4):
-            private, shared = model_states_bytes(
-                total, stage=stage, ranks_per_node=plan.ranks_per_node, nodes=plan.nodes, dtype=dtype
-            )
-            need = private * plan.ranks_per_node + shared + plan.bytes["staging_shared"]
+            need = _need(plan, stage, dtype, plan.nodes)
             if (dtype, stage) != (kind, plan.stage) and need <= have and need < plan.bytes["node_total"]:
                 out.append(
                     f"zero_optimization.stage {stage}{' with bf16.enabled' if dtype != kind else ''} ({need / GIB:.2f}"
@@ -114,21 +125,14 @@ def options_by_counts(plan: Plan, have: int) -> list[str]:
 
 def by_nodes(plan: Plan, have: int) -> str:
     """What would take the least on this node, and how many nodes like it have room for that."""
-    total = sum(p.numel for p in plan.params)
     kinds = ("bf16",) if plan.dtype.itemsize < 4 else ("fp32", "bf16")
 
-    def need(dtype: str, nodes: int) -> float:
-        private, shared = model_states_bytes(
-            total, stage=3, ranks_per_node=plan.ranks_per_node, nodes=nodes, dtype=dtype
-        )
-        return float(private * plan.ranks_per_node + shared + plan.bytes["staging_shared"])
-
-    least = need(kinds[-1], plan.nodes)
+    least = _need(plan, 3, kinds[-1], plan.nodes)
     out = f"the least is zero_optimization.stage 3 in {kinds[-1]}, {least / GIB:.2f} GiB: free or add {(least - have) / GIB:.2f} GiB"  # noqa: E501
     for nodes in range(plan.nodes + 1, 1025):
-        kind = next((k for k in kinds if need(k, nodes) <= have), None)
+        kind = next((k for k in kinds if _need(plan, 3, k, nodes) <= have), None)
         if kind is not None:
-            return f"{out}, or use {nodes} nodes like this one at stage 3 in {kind} ({need(kind, nodes) / GIB:.2f} GiB on each)"  # noqa: E501
+            return f"{out}, or use {nodes} nodes like this one at stage 3 in {kind} ({_need(plan, 3, kind, nodes) / GIB:.2f} GiB on each)"  # noqa: E501
     return f"{out}; up to 1,024 nodes like this one are too few as well"
 
 

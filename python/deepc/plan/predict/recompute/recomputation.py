@@ -13,6 +13,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ....errors import ConfigError
 from ....nn import rows
 from . import choice as recompute
 from .blocks import Hand, find_blocks, hand_of, leave, take
+from .buffers import Before, Changed
 from .choice import Call, Choice, Rates
 
 KEY = "activation_checkpointing.budget"
@@ -51,6 +53,7 @@ class Recomputation:
         self._unsettled = False  # some plan was made while others were in flight, not together with them
         self._now: _Measured | Choice | None = None  # of the forward that runs
         self._count = 0
+        self._changed = Changed(self.differ)
         if budget is None:
             return
         self._refuse()
@@ -93,6 +96,10 @@ class Recomputation:
         """Names of the storages of the model itself."""
         held = (self.storage(t) for t in (*self._module.parameters(), *self._module.buffers()))
         return {s[0] for s in held if s is not None}
+
+    def differ(self, was: torch.Tensor, now: torch.Tensor) -> bool:
+        """Whether a buffer has other values than its copy. Kernels write without a version, as batch norm's do."""
+        return not torch.equal(was, now)
 
     def agreed(self, calls: list[Call], outside: int) -> tuple[list[Call], int]:
         """What all ranks that compute a block together make of what each has measured."""
@@ -246,8 +253,9 @@ class Recomputation:
         if isinstance(now, Choice):
             if k < len(now.recomputed) and not now.recomputed[k]:
                 return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
-            return _checkpoint(function, function, args)
-        return _checkpoint(function, functools.partial(now.call, k, function), args)
+            return _checkpoint(Before(self._changed, _modules_of(function)), function, args)
+        before = now.before[k] = Before(self._changed, _modules_of(function))
+        return _checkpoint(before, functools.partial(now.call, k, function), args)
 
 
 def _twice(found: str, how: str) -> ConfigError:
@@ -274,6 +282,7 @@ class _Measured:
         self._by = by
         self._outside: dict[int, int] = {}  # storage -> bytes
         self._calls: dict[int, Call] = {}
+        self.before: dict[int, Before] = {}  # of the calls
         self._inputs: set[int] = set()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
@@ -316,8 +325,13 @@ class _Measured:
         return out
 
     def finish(self) -> tuple[list[Call], int]:
-        """The calls in order, and the bytes outside of them."""
-        calls = [self._calls[k] for k in sorted(self._calls)]
+        """The calls in order, and the bytes outside of them. A call that is recomputed holds copies of buffers as well
+        as its inputs; one that keeps has no such copies, and saves that much less here."""
+        calls = []
+        for k, c in sorted(self._calls.items()):
+            copies = min(self.before[k].nbytes, c.saved)
+            calls.append(replace(c, saved=c.saved - copies, inputs=c.inputs + copies))
+        self.before.clear()
         return alike(calls), sum(n for at, n in self._outside.items() if at not in self._inputs)
 
 
@@ -375,23 +389,29 @@ def _covers(larger: _Shapes, shapes: _Shapes) -> bool:
 
 
 @private.uncompiled_itself
-def _checkpoint(block: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """function(*args), which calls `block`, a block's method."""
-    run = functools.partial(_as_in_the_forward, block, function)
+def _checkpoint(before: Before, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """function(*args), which calls a block. before: of the block."""
+    run = functools.partial(_as_in_the_forward, before, function)
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
 
 
 @private.uncompiled_itself
-def _as_in_the_forward(block: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """When it is a recomputation, tensors with a graph that modules keep as attributes (a load-balance loss) are those
-    of the forward afterwards: the recomputed ones would hold all that was computed for them until the next forward."""
+def _as_in_the_forward(before: Before, function: Callable[..., Any], *args: Any) -> Any:
+    """When it is a recomputation, buffers are those that the forward found (buffers.py), and tensors with a graph that
+    modules keep as attributes (a load-balance loss) are those of the forward afterwards: the recomputed ones would hold
+    all that was computed for them until the next forward."""
     if private.graph_task_id() == -1:
-        return function(*args)
-    before = [(m, {n: t for n, t in vars(m).items() if isinstance(t, torch.Tensor)}) for m in _modules_of(block)]
+        before.begin()
+        out = function(*args)
+        before.end()
+        return out
+    attributes = [(m, {n: t for n, t in vars(m).items() if isinstance(t, torch.Tensor)}) for m in before.modules]
+    before.put()
     try:
         return function(*args)
     finally:
-        for module, had in before:
+        before.take_back()
+        for module, had in attributes:
             for name, t in list(vars(module).items()):
                 if isinstance(t, torch.Tensor) and t.grad_fn is not None and t is not had.get(name):
                     if name in had:

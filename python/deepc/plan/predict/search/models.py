@@ -23,9 +23,12 @@ _GATED: tuple[str, ...] = (
     "qwen3_moe",
     "gemma",
     "gemma2",
+    "gemma3_text",
     "phi3",
 )
 _GATED += ("deepseek_v2", "deepseek_v3", "olmo", "starcoder2_gated", "internlm2", "yi")
+# gated, and tied where a config.json leaves tie_word_embeddings out, as transformers' defaults are
+_TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "smollm3")
 _LAYERS, _WIDTH = 1 << 17, 1 << 31  # more is a slip of the pen
 
 
@@ -33,7 +36,8 @@ _LAYERS, _WIDTH = 1 << 17, 1 << 31  # more is a slip of the pen
 class Model:
     """A decoder or encoder of equal blocks. inner: width of the MLP (of one expert). gated: three matrices in it
     instead of two. experts: 0 for a dense model; each token goes through `top` of them. positions: of a learned
-    embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none."""
+    embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none. head_dim: of
+    one head; the heads may be wider or narrower than the model together."""
 
     name: str
     layers: int
@@ -50,6 +54,7 @@ class Model:
     positions: int = 0
     causal: bool = True
     scores: bool = False
+    head_dim: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -59,28 +64,45 @@ class Model:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 1")
         if self.layers > _LAYERS:
             raise ArgumentError(f"model {self.name}: layers = {self.layers} must be at most {_LAYERS}")
-        for field in ("hidden", "heads", "vocab", "seq", "kv_heads", "inner", "top", "experts", "positions"):
+        for field in (
+            "hidden",
+            "heads",
+            "vocab",
+            "seq",
+            "kv_heads",
+            "inner",
+            "top",
+            "experts",
+            "positions",
+            "head_dim",
+        ):
             if type(n := getattr(self, field)) is int and n > _WIDTH:
                 raise ArgumentError(f"model {self.name}: {field} = {n} must be at most {_WIDTH}")
-        for field in ("experts", "positions"):
+        for field in ("experts", "positions", "head_dim"):
             if type(n := getattr(self, field)) is not int or n < 0:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 0")
-        if self.hidden % self.heads or self.heads % self.kv_heads:
+        if (not self.head_dim and self.hidden % self.heads) or self.heads % self.kv_heads:
             raise ArgumentError(
-                f"model {self.name}: {self.heads} heads don't divide hidden {self.hidden}, or {self.kv_heads} heads of"
-                " keys don't divide them"
+                f"model {self.name}: {self.heads} heads don't divide hidden {self.hidden} (give head_dim if they need"
+                f" not), or {self.kv_heads} heads of keys don't divide them"
             )
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         if self.experts and self.top > self.experts:
             raise ArgumentError(f"model {self.name}: tokens go to {self.top} of {self.experts} experts")
 
     @property
+    def queries(self) -> int:
+        """Width of queries, and of what attention mixes."""
+        return self.heads * self.head_dim
+
+    @property
     def keys(self) -> int:
         """Width of keys, and of values."""
-        return self.hidden * self.kv_heads // self.heads
+        return self.kv_heads * self.head_dim
 
     @property
     def _attention(self) -> int:
-        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.keys
+        return 2 * self.hidden * self.queries + 2 * self.hidden * self.keys
 
     @property
     def _mlp(self) -> int:
@@ -100,13 +122,13 @@ class Model:
         return [self._embedding(), *[self._block()] * self.layers, self._head()]
 
     def _block(self) -> dict[str, float]:
-        s, h, f, kv = self.seq, self.hidden, self.inner, self.keys
+        s, h, f, q, kv = self.seq, self.hidden, self.inner, self.queries, self.keys
         through = self.top if self.experts else 1
         wide = 3 if self.gated else 2
         scores = self.heads * s * s if self.scores else 0
-        biases = 0 if self.gated else 2 * kv + 2 * h + f + h
+        biases = 0 if self.gated else q + 2 * kv + h + f + h
         products = (
-            2 * s * (self._attention + through * self._mlp) + (2 if self.causal and not scores else 4) * s * s * h
+            2 * s * (self._attention + through * self._mlp) + (2 if self.causal and not scores else 4) * s * s * q
         )
         return {
             "params": self._attention
@@ -119,16 +141,16 @@ class Model:
             # two norms read and write, two sums read twice and write: whole; attention moves heads, and the MLP's
             # activation: cut; scores are written, read and written by softmax and by dropout, read
             "traffic_whole": 10 * s * h,
-            "traffic": s * (2 * (h + 2 * kv) + 2 * h + through * wide * f) + 6 * scores,
+            "traffic": s * (2 * (q + 2 * kv) + 2 * q + through * wide * f) + 6 * scores,
             # inputs of both norms and of both first products; then queries, keys, values, the mixed values, and the
             # MLP's inner elements before and after the activation; 5 bytes of each score in 16 bits
             # (arXiv:2205.05198, section 4)
             "saved_whole": 4 * s * h,
-            "saved": s * (2 * h + 2 * kv + through * wide * f) + 2.5 * scores,
+            "saved": s * (2 * q + 2 * kv + through * wide * f) + 2.5 * scores,
             "output": s * h,
             "tp_elems": (1 + through) * s * h,  # of experts, each token's rows
             "tp_calls": 2,
-            "sp_elems": s * (2 * h + 2 * kv),
+            "sp_elems": s * (2 * q + 2 * kv),
             "ep_elems": 2 * self.top * s * h if self.experts else 0,
             "calls": 20 + (12 if self.experts else 0),
             "block": 1,
@@ -238,7 +260,8 @@ def _from_text(text: str) -> Model:
 
 def _from_sizes(text: str) -> Model:
     flags = ("gated", "tied", "causal", "scores")
-    sizes = ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "inner", "experts", "top", "positions")
+    needed = ("layers", "hidden", "heads", "vocab", "seq")
+    sizes = (*needed, "kv_heads", "head_dim", "inner", "experts", "top", "positions")
     found: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -247,8 +270,8 @@ def _from_sizes(text: str) -> Model:
         if not (value.isascii() and value.isdigit()):
             raise ArgumentError(f"model: {part.strip()!r}: expected a whole number ({', '.join(flags)}: 0 or 1)")
         found[key] = bool(int(value)) if key in flags else int(value)
-    if missing := [k for k in sizes[:5] if k not in found]:
-        raise ArgumentError(f"model: {missing[0]} is missing in {text!r}; needed are {', '.join(sizes[:5])}")
+    if missing := [k for k in needed if k not in found]:
+        raise ArgumentError(f"model: {missing[0]} is missing in {text!r}; needed are {', '.join(needed)}")
     return Model("model", **found)
 
 
@@ -272,6 +295,8 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
     seq = first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     experts = first("num_local_experts", "num_experts", "n_routed_experts", default=0)
     inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    # latent attention (DeepSeek's) has heads of several sizes; its head_dim is of the rotated part alone
+    head_dim = 0 if config.get("kv_lora_rank") else first("head_dim", default=0)
     return Model(
         name or kind or "model",
         layers=first("num_hidden_layers", "n_layer", "num_layers"),
@@ -284,7 +309,8 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         gated=gated,
         experts=experts,
         top=first("num_experts_per_tok", default=2) if experts else 1,
-        tied=bool(config.get("tie_word_embeddings", not gated)),
+        tied=bool(config.get("tie_word_embeddings", not gated or kind in _TIED)),
         positions=0 if gated else seq,
+        head_dim=head_dim,
         causal=kind not in ("bert", "roberta", "electra", "deberta-v2"),
     )
