@@ -31,6 +31,8 @@ from .parameters import NoHooks
 from .settings import models
 from .zero import grad as zero_grad
 
+# The optimizers whose names DeepSpeed gives in small letters, however the configuration has them; others' as they are.
+_LOWER_NAMES = frozenset(("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "muon", "musgd"))
 _UNSUPPORTED_METHODS = {
     "train_batch": (
         "it belongs to engines of a deepspeed.pipe.PipelineModule; write the loop: loss = engine(batch);"
@@ -335,7 +337,9 @@ class DeepSpeedEngine(Engine):
         if self.client_optimizer is not None:
             return type(self.optimizer.base).__name__
         kind = self._section("optimizer").get("type")
-        return kind.lower() if isinstance(kind, str) else None
+        if not isinstance(kind, str):
+            return None
+        return kind.lower() if kind.lower() in _LOWER_NAMES else kind
 
     def optimizer_params(self) -> dict[str, Any] | None:
         return self._section("optimizer").get("params")
@@ -350,7 +354,7 @@ class DeepSpeedEngine(Engine):
         return self._config.checkpoint.tag_validation != "Ignore"
 
     def get_mom(self) -> list[Any]:
-        key = "momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas"
+        key = "momentum" if (self.optimizer_name() or "").lower() in ("sgd", "rmsprop") else "betas"
         return [g.get(key, 0.0) for g in self.optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
