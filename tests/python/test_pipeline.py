@@ -288,6 +288,45 @@ def test_evaluation_gives_the_loss_of_training_and_changes_nothing():
     assert [float(x) for x in last[1]] == [float(x) for x in last[3]] and len(last[1]) == MICRO
 
 
+def _given_loaders(rank, world, folder):
+    """Training by data_iter, and by loaders of the script's own, with a checkpoint between."""
+    import itertools
+
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    data = list(itertools.islice(batches(0, MICRO, 1), 2 * MICRO))
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+
+    def make(training_data=None):
+        model = PipelineModule(layers(2, False), num_stages=world, loss_fn=loss_of, seed_layers=True)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        return deepc.initialize(model=model, config=config, training_data=training_data)[0]
+
+    engine, again = make(), iter(data * 2)
+    want = [float(engine.train_batch(again)) for _ in range(4)]
+    out = []
+    for given, own in ((loader, None), (data, [(x[0], y[0]) for x, y in data])):
+        first, second = make(own), make(own)
+        first.set_dataloader(given)
+        losses = [float(first.train_batch()) for _ in range(2)]
+        first.save_checkpoint(f"{folder}/{type(given).__name__}")
+        second.set_dataloader(given)
+        second.load_checkpoint(f"{folder}/{type(given).__name__}")
+        out.append(losses + [float(second.train_batch()) for _ in range(2)])
+    return want, out
+
+
+def test_batches_come_from_any_loader(tmp_path):
+    """Its place is not in checkpoints: that is training_data's alone."""
+    for want, found in run_ranks(_given_loaders, 2, str(tmp_path)):
+        assert found == [want, want] and want[-1] < want[0]
+
+
 def _messages(rank, world):
     """A chain whose layers hand on tuples with Nones and indices, in other shapes for each micro-batch."""
     import deepc

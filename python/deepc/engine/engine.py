@@ -328,8 +328,8 @@ class Engine(EngineBase):
     def _end_micro_step(self) -> None:
         self.step_policy.micro_batch_ends(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
-        if self.training_dataloader is not None:
-            self.training_dataloader.stepped()
+        if self.own_dataloader is not None:
+            self.own_dataloader.stepped()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager

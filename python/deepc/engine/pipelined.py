@@ -227,7 +227,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """What batches are drawn from where train_batch gets no data_iter; begins again at its end."""
-        self.training_dataloader = loader  # type: ignore[assignment]  # DeepSpeed's name: anything that iterates
+        self.training_dataloader = loader
         self._iterator = self._endless = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:

@@ -273,7 +273,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
             if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict")
             else None
         ),
-        "data": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
+        "data": engine.own_dataloader.state_dict() if engine.own_dataloader is not None else None,
         "curriculum": engine.curriculum.state_dict(),
         "averages": {label: average.updates for label, average in engine.averages.items()},
     }
@@ -388,8 +388,8 @@ def _begin_anew(engine: EngineBase, everything: bool) -> None:
 
 def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
     """The loader of training_data goes on where it was."""
-    if saved is not None and engine.training_dataloader is not None:
-        say(engine, engine.training_dataloader.load_state_dict(saved))
+    if saved is not None and engine.own_dataloader is not None:
+        say(engine, engine.own_dataloader.load_state_dict(saved))
         engine.forget_batches()
 
 
