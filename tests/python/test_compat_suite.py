@@ -263,6 +263,31 @@ def test_coalesced_reductions_sum_in_fp32(deepspeed):
     engine.step()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_bare_backwards_in_coalesced_reductions(deepspeed, dtype):
+    """They are divided by the accumulation steps as outside, whoever runs the others; in fp16 the loss must be
+    scaled."""
+    from deepc.errors import DeepcError
+
+    more = {dtype: {"enabled": True, "initial_scale_power": 4}} if dtype == "fp16" else {}
+    found = []
+    for bare in (set(), {0, 1, 2}, {0, 2}, {1}):
+        engine = engine_of(2, gradient_accumulation_steps=3, **more)
+        with engine.coalesce_grad_reduction():
+            for i in range(3):
+                torch.manual_seed(i)
+                engine.set_gradient_accumulation_boundary(i == 2)
+                loss = engine(torch.randn(4, 8).to(engine.dtype)).float().square().mean()
+                engine.scale(loss).backward() if i in bare else engine.backward(loss)
+        found.append([engine.full_grad(p) for p in engine.module.parameters()])
+        engine.step()
+    for grads in found[1:]:
+        torch.testing.assert_close(grads, found[0], rtol=1e-5 if dtype == "fp32" else 1e-2, atol=1e-5)
+    if dtype == "fp16":
+        with engine.coalesce_grad_reduction(), pytest.raises(DeepcError, match=r"engine\.scale\(loss\)"):
+            engine(torch.ones(4, 8).half()).float().square().mean().backward()
+
+
 def test_step_and_nesting_in_no_sync(deepspeed):
     engine = engine_of(2)
     x = torch.ones(2, 8)

@@ -140,7 +140,8 @@ class PipelineEngine(Engine):
             self.unequal_batches(batches)
             self.unequal_batches = None
         if self._sums:
-            self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
+            self.hooks.synchronising, self.hooks.staged = False, True
+            self.hooks.sums_in = torch_dtype(self.plan.accumulator)
         try:
             with self._told_to_all(), self.state.one_pass(trains=True):
                 self.recomputation.begin_batch(lambda: self._stages.in_flight(len(batches)))
@@ -150,7 +151,7 @@ class PipelineEngine(Engine):
             self.hooks.give_up()
             raise
         finally:
-            self.hooks.synchronising, self.hooks.sums_in = True, None
+            self.hooks.synchronising, self.hooks.staged, self.hooks.sums_in = True, False, None
         self._send_copied()
         if self._sums:
             self._take_copied()
