@@ -121,8 +121,18 @@ class DeepSpeedEngine(Engine):
     def module_zero_grad(self) -> None:
         """What the user's `module.zero_grad()` means for gradients that are with the engine: they go, as from
         DeepSpeed's `.grad` at stage 0. In the middle of an accumulation at stages 1 to 3 they stay, as there."""
-        if self.zero_optimization_stage() == 0 or self.micro_steps % self.gradient_accumulation_steps() == 0:
+        if not self._zero_grad_keeps():
             self.zero_grad()
+
+    def _zero_grad_keeps(self) -> bool:
+        return self.zero_optimization_stage() > 0 and self.micro_steps % self.gradient_accumulation_steps() != 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `module.zero_grad()`, like DeepSpeed's. After a backward that raised, what the engine has collected goes
+        in the middle of an accumulation too, and the next micro-batch is the step's first one."""
+        super().zero_grad(set_to_none)
+        if self._zero_grad_keeps():
+            self.module.zero_grad(set_to_none)
 
     # ---- without an optimizer: for evaluation ------------------------------------------------------------------------
     def _refuse_to_train(self, what: str) -> None:

@@ -87,6 +87,11 @@ class GradientHooks:
         """True if this rank has gradients that no pass has taken."""
         return self._kept or bool(self._late)
 
+    @property
+    def broken(self) -> bool:
+        """True if a backward of this rank since the last step did not come to its end."""
+        return self._failed or self.open or self._queued
+
     # ---- a backward --------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def running(self, scale: float) -> Iterator[None]:
@@ -299,12 +304,12 @@ class GradientHooks:
         """Raises if a backward since the last step did not come to its end."""
         if self.blocked:
             raise DeepcError(self.blocked)
-        if self._failed or self.open or self._queued:
+        if self.broken:
             self._failed = True
             raise DeepcError(
                 "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
                 " engine.zero_grad() on every rank (it drops what was accumulated since the last step) and go on with a"
-                " new forward"
+                " new forward, which is the step's first micro-batch"
             )
 
     def discard(self) -> None:
