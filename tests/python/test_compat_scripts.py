@@ -125,9 +125,9 @@ def test_a_gan_that_calls_zero_grad_on_the_modules_trains_as_in_plain_torch(stag
     assert torch.allclose(mean, torch.tensor(expected), rtol=1e-5, atol=1e-6), (mean, expected)
 
 
-def _accumulating(rank: int, world: int, stage: int) -> list[int]:
-    """`module.zero_grad()` after every micro-batch, as some scripts do: at stages 1 to 3 it must not lose an
-    accumulation."""
+def _accumulating(rank: int, world: int, stage: int, of: str) -> list[float]:
+    """`module.zero_grad()` or `engine.zero_grad()` after every micro-batch, as some scripts do: at stages 1 to 3 it
+    must not lose an accumulation."""
     import deepc.compat.deepspeed  # noqa: F401
     import deepspeed
 
@@ -149,14 +149,15 @@ def _accumulating(rank: int, world: int, stage: int) -> list[int]:
     for _ in range(2):
         engine.backward(engine(x, y))
         engine.step()
-        model.zero_grad()
+        (model if of == "model" else engine).zero_grad()
     norms.append(sum((a - b.detach()).norm().item() ** 2 for a, b in zip(before, model.parameters())) ** 0.5)
     engine.destroy()
     return norms
 
 
-def test_zero_grad_inside_an_accumulation_keeps_it_as_deepspeed_does():
-    whole, half = run_ranks(_accumulating, WORLD, args=(2,))[0][0], run_ranks(_accumulating, WORLD, args=(0,))[0][0]
+@pytest.mark.parametrize("of", ["model", "engine"])
+def test_zero_grad_inside_an_accumulation_keeps_it_as_deepspeed_does(of):
+    whole, half = (run_ranks(_accumulating, WORLD, args=(stage, of))[0][0] for stage in (2, 0))
     assert whole == pytest.approx(
         2 * half, rel=1e-4
     )  # at stage 0 the first micro-batch's gradient was in .grad, and went

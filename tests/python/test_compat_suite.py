@@ -263,6 +263,31 @@ def test_coalesced_reductions_sum_in_fp32(deepspeed):
     engine.step()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_bare_backwards_in_coalesced_reductions(deepspeed, dtype):
+    """They are divided by the accumulation steps as outside, whoever runs the others; in fp16 the loss must be
+    scaled."""
+    from deepc.errors import DeepcError
+
+    more = {dtype: {"enabled": True, "initial_scale_power": 4}} if dtype == "fp16" else {}
+    found = []
+    for bare in (set(), {0, 1, 2}, {0, 2}, {1}):
+        engine = engine_of(2, gradient_accumulation_steps=3, **more)
+        with engine.coalesce_grad_reduction():
+            for i in range(3):
+                torch.manual_seed(i)
+                engine.set_gradient_accumulation_boundary(i == 2)
+                loss = engine(torch.randn(4, 8).to(engine.dtype)).float().square().mean()
+                engine.scale(loss).backward() if i in bare else engine.backward(loss)
+        found.append([engine.full_grad(p) for p in engine.module.parameters()])
+        engine.step()
+    for grads in found[1:]:
+        torch.testing.assert_close(grads, found[0], rtol=1e-5 if dtype == "fp32" else 1e-2, atol=1e-5)
+    if dtype == "fp16":
+        with engine.coalesce_grad_reduction(), pytest.raises(DeepcError, match=r"engine\.scale\(loss\)"):
+            engine(torch.ones(4, 8).half()).float().square().mean().backward()
+
+
 def test_step_and_nesting_in_no_sync(deepspeed):
     engine = engine_of(2)
     x = torch.ones(2, 8)
@@ -396,6 +421,47 @@ def test_the_optimizer_that_initialize_returns(deepspeed):
     client = torch.optim.AdamW(other.parameters(), lr=1e-2)
     sharded = deepspeed.initialize(model=other, optimizer=client, config=config(1))[1]
     assert sharded != client and not isinstance(sharded, torch.optim.AdamW) and sharded.optimizer is client
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "name", "momentum"),
+    [
+        ("SGD", {"momentum": 0.9}, "SGD", [0.9]),
+        ("RMSprop", {"momentum": 0.5}, "RMSprop", [0.5]),
+        ("ADAM", {"betas": [0.8, 0.9]}, "adam", [(0.8, 0.9)]),
+        ("Lion", {"betas": [0.8, 0.9]}, "lion", [(0.8, 0.9)]),
+        ("Adagrad", {}, "adagrad", [0.0]),
+        ("NAdam", {}, "NAdam", [(0.9, 0.999)]),
+        ("OneBitAdam", {"betas": [0.8, 0.9]}, "OneBitAdam", [(0.8, 0.9)]),
+    ],
+)
+def test_names_and_momentum_of_configured_optimizers(deepspeed, kind, params, name, momentum):
+    """DeepSpeed gives the names of its own optimizers in small letters, and others' as the configuration has them."""
+    engine = engine_of(optimizer={"type": kind, "params": {"lr": 0.1, **params}})
+    assert engine.optimizer_name() == name
+    assert [tuple(m) if isinstance(m, (list, tuple)) else m for m in engine.get_mom()] == momentum
+
+
+def _scales(engine, overflows):
+    found = []
+    for overflow in overflows:
+        x = torch.full((2, 8), float("inf") if overflow else 0.5, dtype=torch.float16)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+        found.append(engine.loss_scale)
+    return found
+
+
+def test_the_loss_scale_does_not_wait_for_the_hysteresis_at_stage_0(deepspeed, tmp_path):
+    """DeepSpeed's FP16_Optimizer halves it at each overflow and knows no hysteresis; its ZeRO stages do."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 3, "min_loss_scale": 4}
+    engine = engine_of(0, fp16=fp16)
+    assert _scales(engine, [True, False, True, True]) == [8, 8, 4, 4]
+    engine.save_checkpoint(tmp_path)
+    again = engine_of(0, fp16=fp16)
+    again.load_checkpoint(tmp_path)
+    assert _scales(again, [True]) == [4]
+    assert _scales(engine_of(1, fp16=fp16), [True, True, True]) == [16, 16, 8]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

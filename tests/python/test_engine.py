@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 
@@ -210,6 +211,41 @@ def test_no_sync_keeps_gradients_local_and_loses_none():
     for stage in (0, 3):
         same_bits(ranks[0][stage], ranks[1][stage])
         close_to_plain([], {}, ranks[0][stage], [], {}, want)
+
+
+def _kept_then_reduced(rank, world):
+    """Gradients before the step of two micro-batches, the first in no_sync(), each by engine.backward or a bare
+    backward; "direct": of the module itself, whose gradients in no_sync() nobody scales before the pass."""
+    import deepc
+
+    out = {}
+    mixed = [("own", "own"), ("own", "bare"), ("bare", "own"), ("bare", "bare"), ("direct", "bare")]
+    for precision, cases in (("fp32", mixed), ("fp16", mixed[:2])):
+        for ways in cases:
+            cfg = tiny.config(2, micro=2, gas=2, clip=0.0)
+            if precision == "fp16":
+                cfg["fp16"] = {"enabled": True, "initial_scale_power": 8}
+            engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=cfg)
+            x, y = tiny.make_batch(0)
+            for m, way in enumerate(ways):
+                at = (2 * m + rank) * 2
+                with engine.no_sync() if m == 0 else contextlib.nullcontext():
+                    loss = (engine.module if way == "direct" else engine)(x[at : at + 2], y[at : at + 2])
+                    engine.backward(loss) if way == "own" else engine.scale(loss).backward()
+                if m == 0:
+                    engine.step()
+            out[precision, ways] = {n: engine.full_grad(p) for n, p in engine.module.named_parameters()}
+            assert engine.step().applied
+            engine.destroy()
+    return out
+
+
+def test_what_no_sync_keeps_is_divided_once_whoever_ran_the_backwards():
+    for rank in run_ranks(_kept_then_reduced, 2):
+        for (precision, ways), grads in rank.items():
+            for name, want in rank[precision, ("own", "own")].items():
+                largest = (1e-5 if precision == "fp32" else 1e-2) * float(want.abs().max())
+                assert float((grads[name] - want).abs().max()) <= largest + 1e-6, (precision, ways, name)
 
 
 def _loops(rank, world):

@@ -361,6 +361,23 @@ def test_resume_continues_exactly(kind, params, at):
     assert trace(second, second_opt, STEPS - at)[1:] == whole[at + 1 :]
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_one_cycle_goes_on_with_the_momentum_after_the_optimizer_was_loaded(added):
+    """torch puts other param groups in the place of those that the schedule has seen. A group that was added since
+    keeps its own rate and betas."""
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 4}
+    whole_opt, opt = optimizer(), optimizer()
+    whole = trace(lr_schedules.OneCycle(whole_opt, **params), whole_opt, 8)
+    schedule = lr_schedules.OneCycle(opt, **params)
+    trace(schedule, opt, 3)
+    opt.load_state_dict(opt.state_dict())
+    if added:
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 7.0, "betas": (0.5, 0.6)})
+    more = trace(schedule, opt, 5)
+    assert [groups[:2] for groups in more] == whole[3:]
+    assert not added or all(groups[2] == (7.0, (0.5, 0.6)) for groups in more)
+
+
 def test_step_to_an_index():
     opt = optimizer()
     schedule = lr_schedules.WarmupLR(opt, warmup_max_lr=1.0, warmup_num_steps=10, warmup_type="linear")

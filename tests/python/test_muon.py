@@ -123,6 +123,36 @@ def test_what_is_no_matrix_is_stepped_by_adamw():
     assert "momentum_buffer" in opt.state[matrix] and "exp_avg" in opt.state[table]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_named_parameters_are_divided_as_those_without_names(grouped):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.up, self.gain = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 6), torch.nn.Linear(1, 1)
+            self.embed.weight.use_muon = False
+
+    def trained(net, params):
+        opt = deepc.optim.Muon([{"params": params}] if grouped else params, lr=0.1, adam_lr=0.01)
+        for step in range(2):
+            for p, g in zip(net.parameters(), grads(list(net.parameters()), step)):
+                p.grad = g
+            opt.step()
+        return opt
+
+    plain, named = Net(), Net()
+    opt, other = trained(plain, list(plain.parameters())), trained(named, list(named.named_parameters()))
+    assert [(g["use_muon"], len(g["params"])) for g in other.param_groups] == [(True, 2), (False, 3)]
+    assert [g["param_names"] for g in other.param_groups] == [
+        ["up.weight", "gain.weight"],
+        ["embed.weight", "up.bias", "gain.bias"],
+    ]
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in opt.param_groups]
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), named.parameters()))
+    with pytest.raises(ArgumentError, match="has not 2 dimensions"):
+        deepc.optim.Muon([{"params": [("b", torch.nn.Parameter(torch.zeros(3)))], "use_muon": True}])
+
+
 def test_what_is_refused():
     p = [torch.nn.Parameter(torch.zeros(2, 2))]
     for options, text in (

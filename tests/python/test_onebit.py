@@ -628,6 +628,28 @@ def test_what_does_not_exist_says_so(more, says):
         assert part in text, text
 
 
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_a_copy_is_refused_and_a_state_dict_makes_one(name):
+    import pickle
+
+    from deepc.errors import UnsupportedError
+
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 12))
+    opt = make(name, [p])
+    for _ in range(3):
+        (p * 2).sin().sum().backward()
+        opt.step()
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match=f"{name} can't be copied or pickled.*load_state_dict"):
+                copied(opt)
+    twin = torch.nn.Parameter(p.detach().clone())
+    other = make(name, [twin])
+    other.load_state_dict(opt.state_dict())
+    twin.grad = p.grad
+    opt.step(), other.step()
+    assert torch.equal(twin, p)
+
+
 def test_parameters_on_other_devices_are_refused():
     from deepc.errors import ArgumentError, UnsupportedError
 

@@ -288,6 +288,102 @@ def test_evaluation_gives_the_loss_of_training_and_changes_nothing():
     assert [float(x) for x in last[1]] == [float(x) for x in last[3]] and len(last[1]) == MICRO
 
 
+class Noisy(nn.Module):
+    """Dropout of all, which shows the mode it ran in; fixed: it stays in evaluation mode."""
+
+    def __init__(self, fixed=False):
+        super().__init__()
+        self.scale, self.drop, self.fixed = nn.Parameter(torch.ones(())), nn.Dropout(1.0), fixed
+        self.seen = []
+
+    def train(self, mode=True):
+        return super().train(mode and not self.fixed)
+
+    def forward(self, x):
+        self.seen.append((self.training, self.drop.training, bool((self.drop(x) == 0).all())))
+        return x * self.scale
+
+
+def _modes(rank, world):
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    noisy, fixed = ([Noisy(fixed).eval() for _ in range(2)] for fixed in (False, True))
+    model = PipelineModule(
+        [noisy[0], fixed[0], noisy[1], fixed[1]], num_stages=2, partition_method="uniform", loss_fn=F.mse_loss
+    )
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    engine, *_ = deepc.initialize(model=model, config=config)
+    data = iter([(torch.ones(1, 4), torch.ones(1, 4))] * 5)
+    mine, kept, modes = noisy[rank], fixed[rank], []
+    for call in (engine.eval_batch, engine.train_batch, engine.eval_batch, engine.train_batch):
+        call(data)
+        modes.append((engine.module.training, mine.training, mine.drop.training, kept.training))
+    engine.module.eval()
+    mine.drop.train()
+    engine.eval_batch(data)
+    modes.append((engine.module.training, mine.training, mine.drop.training, kept.training))
+    return mine.seen, kept.seen, modes
+
+
+def test_batches_choose_the_mode_and_evaluation_leaves_it():
+    on, off = (True, True, True), (False, False, False)
+    for seen, kept, modes in run_ranks(_modes, 2):
+        assert seen == [off, on, off, on, off] and set(kept) == {off}
+        before, after = (True, False, False, False), (True, True, True, False)
+        assert modes == [before, after, after, after, (False, False, True, False)]
+
+
+def test_the_cut_of_a_model_leaves_the_mode_of_each_module():
+    from deepc.parallel.pipeline.part import evaluating
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).eval())
+    before = [m.training for m in model.modules()]
+    with pytest.raises(KeyError), evaluating(model):
+        assert not any(m.training for m in model.modules())
+        raise KeyError("of the model")
+    assert [m.training for m in model.modules()] == before == [True, True, False, False, False]
+
+
+def _given_loaders(rank, world, folder):
+    """Training by data_iter, and by loaders of the script's own, with a checkpoint between."""
+    import itertools
+
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    data = list(itertools.islice(batches(0, MICRO, 1), 2 * MICRO))
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+
+    def make(training_data=None):
+        model = PipelineModule(layers(2, False), num_stages=world, loss_fn=loss_of, seed_layers=True)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        return deepc.initialize(model=model, config=config, training_data=training_data)[0]
+
+    engine, again = make(), iter(data * 2)
+    want = [float(engine.train_batch(again)) for _ in range(4)]
+    out = []
+    for given, own in ((loader, None), (data, [(x[0], y[0]) for x, y in data])):
+        first, second = make(own), make(own)
+        first.set_dataloader(given)
+        losses = [float(first.train_batch()) for _ in range(2)]
+        first.save_checkpoint(f"{folder}/{type(given).__name__}")
+        second.set_dataloader(given)
+        second.load_checkpoint(f"{folder}/{type(given).__name__}")
+        out.append(losses + [float(second.train_batch()) for _ in range(2)])
+    return want, out
+
+
+def test_batches_come_from_any_loader(tmp_path):
+    """Its place is not in checkpoints: that is training_data's alone."""
+    for want, found in run_ranks(_given_loaders, 2, str(tmp_path)):
+        assert found == [want, want] and want[-1] < want[0]
+
+
 def _messages(rank, world):
     """A chain whose layers hand on tuples with Nones and indices, in other shapes for each micro-batch."""
     import deepc

@@ -106,10 +106,12 @@ def _ways(rank, stage):
         engine.zero_grad()
         engine.backward(loss_of(k + 100))
 
-    for step, way in enumerate((accumulate, twice, no_sync, bare, stopped)):
-        for m in range(2):
+    ways = [(way, way) for way in (accumulate, twice, no_sync, bare)]
+    for step, both in enumerate((*ways, (stopped, accumulate))):
+        for m, way in enumerate(both):
             way(10 * step + m)
-            engine.step()
+            result = engine.step()
+        assert result.applied
     weights = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
     transport, stats = engine.plan.transport, getattr(engine.reducer, "stats", dict)()
     engine.destroy()

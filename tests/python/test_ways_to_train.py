@@ -242,6 +242,69 @@ def test_backward_of_an_old_graph_raises_and_zero_grad_repairs(world):
     assert all(run_ranks(_old_graphs, world, (0, 1, 2, 3)))
 
 
+def _stops(gradient):
+    raise ZeroDivisionError("of the script")
+
+
+def _stopped(rank, world, compat, stages, who):
+    """Of three micro-batches the given ones (step, micro-batch) raise in backward on the ranks `who`, which call
+    zero_grad; then all do, and the step begins anew. Returns the weights, and how many micro-batches each step took."""
+    import deepc
+    import torch.distributed as dist
+
+    if compat:
+        import deepc.compat.deepspeed
+        import deepspeed
+
+    out = []
+    for stage in stages:
+        for bad in (None, (1, 0), (1, 1), (1, 2)):
+            cfg = small(0 if stage == "layout" else stage, gas=3)
+            if stage == "layout":
+                cfg["deepc"]["deterministic"] = "layout"
+            make = deepspeed.initialize if compat else deepc.initialize
+            engine = make(model=tiny.make_model(), config=cfg)[0]
+            taken = []
+            for step in range(3):
+                m = count = 0
+                while m < 3:
+                    part = plainly.part_of(gpt_batch(step), m * world + rank, 8)
+                    loss = engine(**part)
+                    count += 1
+                    failed = (step, m) == bad and rank in who
+                    hook = engine.module.blocks[0].up.weight.register_hook(_stops) if failed else None
+                    try:
+                        engine.backward(loss)
+                    except ZeroDivisionError:
+                        engine.zero_grad()
+                    if hook is not None:
+                        hook.remove()
+                    told = torch.tensor([float(failed)])
+                    dist.all_reduce(told)
+                    if told:
+                        bad, m = None, 0
+                        engine.zero_grad()
+                        continue
+                    m += 1
+                    assert engine.is_gradient_accumulation_boundary() == (m == 3)
+                    assert engine.step().applied == (m == 3)
+                taken.append(count)
+            out.append((weights_of(engine.module), taken))
+            engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_step_begins_anew_after_a_backward_that_raised(compat, who):
+    for rank in run_ranks(_stopped, 2, compat, (0, 2, "layout"), who):
+        for whole, *others in (rank[:4], rank[4:8], rank[8:]):
+            assert whole[1] == [3, 3, 3] and [taken for _, taken in others] == [[3, 4, 3], [3, 5, 3], [3, 6, 3]]
+            for weights, _ in others:
+                for name, want in whole[0].items():
+                    assert torch.equal(weights[name], want), name
+
+
 def _gradients_of_gradients(rank, world):
     out = {}
     for stage in (0, 3):

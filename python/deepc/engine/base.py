@@ -20,6 +20,7 @@ from ..errors import DeepcError, MisuseError
 from ..parallel.axes import opened_comms
 from ..parallel.pipeline.part import further_names
 from ..zero.tiers.parked import AWAY
+from .data import TimedLoader
 from .policy.precision import name_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
     from ..zero.tiers.parked import HostCopies
-    from .data import TimedLoader
     from .events import Events
     from .policy.precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
     from .states.activations import Activations
@@ -123,7 +123,7 @@ class Policy(Protocol):
     def complete(self) -> None: ...
     def micro_batch_ends(self, last: bool) -> None: ...
     def after_step(self, result: StepResult) -> StepResult: ...
-    def discard(self) -> None: ...
+    def discard(self, anew: bool = False) -> None: ...
     @property
     def parts(self) -> NormParts | None: ...
     def loaded(self) -> None: ...
@@ -169,7 +169,7 @@ class EngineBase(ModelWrapper):
     scaler: StaticLossScaler | DynamicLossScaler | None
     lr_scheduler: Scheduler | None
     skips: Skips  # the steps that were skipped since the last applied one
-    training_dataloader: TimedLoader | None
+    training_dataloader: Any  # a TimedLoader, or what a script has put in its place (set_dataloader); None: no data
     model_watch: ModelWatch
     norm_riders: list[Rider]  # who sends numbers along with the norm
     averages: dict[str, Any]  # label -> EMA
@@ -189,6 +189,9 @@ class EngineBase(ModelWrapper):
     _scaled = False
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
+    # zero_grad has dropped gradients inside an accumulation, which the ranks have still to agree on: whether a backward
+    # of this one had raised.
+    _dropped: bool | None = None
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
     broken_load = "", False  # why the last load_checkpoint left a mixture, and whether it was to load optimizer states
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
@@ -210,6 +213,12 @@ class EngineBase(ModelWrapper):
 
     def forget_batches(self) -> None:
         """The loader of training_data is somewhere else: who has begun to read it begins again."""
+
+    @property
+    def own_dataloader(self) -> TimedLoader | None:
+        """training_dataloader, if that counts the engine's steps and a checkpoint can keep its place: a loader that a
+        script has put in its place does neither."""
+        return self.training_dataloader if isinstance(self.training_dataloader, TimedLoader) else None
 
     def require_alive(self, call: str) -> None:
         """MisuseError if the engine was destroyed."""

@@ -64,6 +64,8 @@ class Engine(EngineBase):
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what
         the model computes in."""
         out = None
+        if torch.is_grad_enabled():
+            self._agree_on_the_step()
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
             self.unequal_batches = None
@@ -103,6 +105,7 @@ class Engine(EngineBase):
             raise ArgumentError(
                 "the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)"
             )
+        self._agree_on_the_step()
         told = None
         self.events.begin("backward", loss)
         try:
@@ -216,6 +219,7 @@ class Engine(EngineBase):
         Collective. A step whose gradients are not finite is skipped, in every precision, and says so. After a DiskError
         of states on disk it is done in part: the next call does the rest."""
         self.require_alive("step")
+        self._agree_on_the_step()
         result = None
         self.events.begin("step")
         try:
@@ -342,8 +346,8 @@ class Engine(EngineBase):
     def _end_micro_step(self) -> None:
         self.step_policy.micro_batch_ends(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
-        if self.training_dataloader is not None:
-            self.training_dataloader.stepped()
+        if self.own_dataloader is not None:
+            self.own_dataloader.stepped()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -358,17 +362,46 @@ class Engine(EngineBase):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
-        collective; if the disk broke it off, the next micro-batch is the step's first one)."""
+        collective). If one raised on any rank, the next micro-batch is the step's first one, on all of them: the next
+        forward tells them, so all call zero_grad."""
         self.require_alive("zero_grad")
         self.require_states("zero_grad")
         if self.broken_step:
             raise DeepcError(self.broken_step)
-        if self.broken_pass:
+        broken = self.hooks.broken or self.broken_pass
+        # Of a pipeline, and where a disk broke the pass off, all ranks had the error.
+        if self.gradient_accumulation_steps() > 1 and self.part is None and not self.broken_pass:
+            inside = bool(self.micro_steps % self.gradient_accumulation_steps()) or self.hooks.accumulated
+            if broken or inside:
+                self._dropped = bool(self._dropped) or broken
+        if broken or not self._zero_grad_keeps():
+            self._drop_gradients(broken)
+
+    def _zero_grad_keeps(self) -> bool:
+        """Whether zero_grad leaves what the engine has collected where it is whole."""
+        return False
+
+    def _drop_gradients(self, anew: bool) -> None:
+        """anew: the next micro-batch is the step's first one."""
+        self.hooks.discard()
+        self.step_policy.discard(anew)
+        if anew:
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self.broken_pass = False
-        self.hooks.discard()
-        self.step_policy.discard()
         self.events.end("discard")
+
+    @private.uncompiled
+    def _agree_on_the_step(self) -> None:
+        """After zero_grad inside an accumulation: where a backward raised on some rank, the others too drop what they
+        have, and begin the step anew. Collective. (Not in zero_grad: a rank may be in a backward that comes to its end
+        only when one that raised has called that.)"""
+        if self._dropped is None:
+            return
+        mine, self._dropped = self._dropped, None
+        with self._death_is_told():
+            told = self.everyone.gather_all(torch.tensor([mine], dtype=torch.int64))
+        if told.any() and not mine:
+            self._drop_gradients(anew=True)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Any) -> None:
         """The schedules of type custom: {metric: function}, or one function; of a step (the first is 1), the
@@ -494,7 +527,10 @@ class Engine(EngineBase):
             optimizer_states = load_optimizer_states and not load_module_only
             scheduler_states = load_lr_scheduler_states and not load_module_only
             what = What(load_module_strict, optimizer_states, scheduler_states, load_module_only)
-            return load(self, load_dir, tag, what)
+            path, client_state = load(self, load_dir, tag, what)
+        if path is not None:  # all ranks are at the same micro-batch again
+            self._dropped = None
+        return path, client_state
 
     def save_16bit_model(
         self,

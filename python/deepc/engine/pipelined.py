@@ -22,6 +22,7 @@ from ..core.ops import add_up, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.hops import Hops, in_words
 from ..parallel.pipeline.measured import Measured, measured
+from ..parallel.pipeline.part import evaluating
 from ..parallel.pipeline.runtime import Stages
 from ..zero.parameters.param import version_of
 from ..zero.tiers.agree import together
@@ -117,7 +118,8 @@ class PipelineEngine(Engine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Takes gradient_accumulation_steps micro-batches (of `data_iter`, or of training_data, which begins again at
         its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
-        the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
+        the same. The module is in training mode from then on, as in DeepSpeed. Returns the mean loss of all
+        micro-batches and pipelines, on every rank. Collective."""
         loss = self._train_batch(data_iter)
         if self._shows:
             self._measured(loss)
@@ -130,6 +132,7 @@ class PipelineEngine(Engine):
 
     def _trained(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
+        self.module.train()
         self._begun += 1
         if self.curriculum.scheduler is not None:
             batches = self.curriculum.micro_batches(self.global_steps + 1, batches)
@@ -137,7 +140,8 @@ class PipelineEngine(Engine):
             self.unequal_batches(batches)
             self.unequal_batches = None
         if self._sums:
-            self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
+            self.hooks.synchronising, self.hooks.staged = False, True
+            self.hooks.sums_in = torch_dtype(self.plan.accumulator)
         try:
             with self._told_to_all(), self.state.one_pass(trains=True):
                 self.recomputation.begin_batch(lambda: self._stages.in_flight(len(batches)))
@@ -147,7 +151,7 @@ class PipelineEngine(Engine):
             self.hooks.give_up()
             raise
         finally:
-            self.hooks.synchronising, self.hooks.sums_in = True, None
+            self.hooks.synchronising, self.hooks.staged, self.hooks.sums_in = True, False, None
         self._send_copied()
         if self._sums:
             self._take_copied()
@@ -196,24 +200,27 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The same without gradients. Returns the mean loss, on every rank (bcast_loss=False: None but where the last
-        stage is); reduce_output=None: the list of losses of this pipeline, there. compute_loss=False or
-        return_logits=True: what the last layer returned instead, or also (loss, outputs), there. Collective."""
+        """The same without gradients and in evaluation mode, after which each module has the mode it had. Returns the
+        mean loss, on every rank (bcast_loss=False: None but where the last stage is); reduce_output=None: the list of
+        losses of this pipeline, there. compute_loss=False or return_logits=True: what the last layer returned instead,
+        or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
         with self._death_is_told():
             batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
-        training = self.module.training
-        self.module.eval()
         self._wants_loss = compute_loss
         outputs: list[Any] = []
         self._outputs = outputs if return_logits else None
         try:
-            with torch.no_grad(), self._told_to_all(), self.state.one_pass(trains=False):
+            with (
+                evaluating(self.module),
+                torch.no_grad(),
+                self._told_to_all(),
+                self.state.one_pass(trains=False),
+            ):
                 losses = self._stages.evaluate(self, batches)
         finally:
             self._wants_loss, self._outputs = True, None
-            self.module.train(training)
         if not compute_loss:  # then what the last stage returns is the last layer's
             return losses if self.is_last_stage() else None
         if reduce_output is None:
@@ -227,7 +234,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """What batches are drawn from where train_batch gets no data_iter; begins again at its end."""
-        self.training_dataloader = loader  # type: ignore[assignment]  # DeepSpeed's name: anything that iterates
+        self.training_dataloader = loader
         self._iterator = self._endless = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:

@@ -232,7 +232,7 @@ class OneCycle(_Schedule):
             group["lr"] = lr
 
     def _set_momentum(self, moms: Sequence[float]) -> None:
-        for group, mom in zip(self.param_groups, moms, strict=True):
+        for group, mom in zip(_groups(self.optimizer), moms, strict=False):
             group["betas"] = (mom, 0.99)  # DeepSpeed fixes the second beta
 
     def _scale(self) -> float:

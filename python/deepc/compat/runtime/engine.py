@@ -31,6 +31,8 @@ from .parameters import NoHooks
 from .settings import models
 from .zero import grad as zero_grad
 
+# The optimizers whose names DeepSpeed gives in small letters, however the configuration has them; others' as they are.
+_LOWER_NAMES = frozenset(("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "muon", "musgd"))
 _UNSUPPORTED_METHODS = {
     "train_batch": (
         "it belongs to engines of a deepspeed.pipe.PipelineModule; write the loop: loss = engine(batch);"
@@ -119,8 +121,18 @@ class DeepSpeedEngine(Engine):
     def module_zero_grad(self) -> None:
         """What the user's `module.zero_grad()` means for gradients that are with the engine: they go, as from
         DeepSpeed's `.grad` at stage 0. In the middle of an accumulation at stages 1 to 3 they stay, as there."""
-        if self.zero_optimization_stage() == 0 or self.micro_steps % self.gradient_accumulation_steps() == 0:
+        if not self._zero_grad_keeps():
             self.zero_grad()
+
+    def _zero_grad_keeps(self) -> bool:
+        return self.zero_optimization_stage() > 0 and self.micro_steps % self.gradient_accumulation_steps() != 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `module.zero_grad()`, like DeepSpeed's. After a backward that raised, what the engine has collected goes
+        in the middle of an accumulation too, and the next micro-batch is the step's first one."""
+        super().zero_grad(set_to_none)
+        if self._zero_grad_keeps():
+            self.module.zero_grad(set_to_none)
 
     # ---- without an optimizer: for evaluation ------------------------------------------------------------------------
     def _refuse_to_train(self, what: str) -> None:
@@ -335,7 +347,9 @@ class DeepSpeedEngine(Engine):
         if self.client_optimizer is not None:
             return type(self.optimizer.base).__name__
         kind = self._section("optimizer").get("type")
-        return kind.lower() if isinstance(kind, str) else None
+        if not isinstance(kind, str):
+            return None
+        return kind.lower() if kind.lower() in _LOWER_NAMES else kind
 
     def optimizer_params(self) -> dict[str, Any] | None:
         return self._section("optimizer").get("params")
@@ -350,7 +364,7 @@ class DeepSpeedEngine(Engine):
         return self._config.checkpoint.tag_validation != "Ignore"
 
     def get_mom(self) -> list[Any]:
-        key = "momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas"
+        key = "momentum" if (self.optimizer_name() or "").lower() in ("sgd", "rmsprop") else "betas"
         return [g.get(key, 0.0) for g in self.optimizer.param_groups]
 
     def get_type(self) -> list[Any]:

@@ -304,6 +304,9 @@ def show_as_client(engine: EngineBase) -> None:
 
 
 def scale_as_stage_0(engine: EngineBase) -> None:
-    """At stage 0 DeepSpeed goes on where gradients overflow at the smallest loss scale; with ZeRO that ends the run."""
-    if engine.plan.stage == 0 and isinstance(engine.scaler, DynamicLossScaler):
-        engine.scaler.raises = False
+    """At stage 0 DeepSpeed halves the loss scale at every overflow, whatever fp16.hysteresis says, and goes on where
+    gradients overflow at the smallest one; with ZeRO the hysteresis counts, and that ends the run."""
+    scaler = engine.scaler
+    if engine.plan.stage == 0 and isinstance(scaler, DynamicLossScaler):
+        scaler.raises = False
+        scaler.hysteresis = scaler.hysteresis_left = 1

@@ -187,8 +187,8 @@ class Plain:
         """After an update or a skipped step. Collective."""
         return result
 
-    def discard(self) -> None:
-        """The gradients since the last step are dropped."""
+    def discard(self, anew: bool = False) -> None:
+        """The gradients since the last step are dropped. anew: and the next micro-batch is the step's first one."""
 
     @property
     def parts(self) -> Parts | None:
@@ -298,8 +298,11 @@ class DeterministicLayout(Plain):
     def micro_batch_ends(self, last: bool) -> None:
         self._order.end_micro_batch(last)
 
-    def discard(self) -> None:
-        self._order.discard()
+    def discard(self, anew: bool = False) -> None:
+        if anew:
+            self._order.begin_anew()
+        else:
+            self._order.discard()
 
 
 # ---- automatic precision ---------------------------------------------------------------------------------------------
@@ -367,7 +370,7 @@ class AutomaticPrecision(Plain):
     def after_backward(self, out: torch.Tensor) -> None:
         self._losses.append(float(out))
 
-    def discard(self) -> None:
+    def discard(self, anew: bool = False) -> None:
         self._losses.clear()
 
     def row(self) -> list[float]:

@@ -25,6 +25,7 @@ from ...comm import start as comm
 from ...config.tree import Config
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
+from ...parallel.pipeline.part import evaluating
 from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init
 from ...zero.parameters.param import Released
@@ -432,15 +433,8 @@ class InferenceEngine(Served):
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Without gradients; a module that trains is in evaluation mode meanwhile."""
-        training = [m for m in self.module.modules() if m.training] if self.trainer is not None else []
-        for m in training:
-            m.training = False
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for m in training:
-                m.training = True
+        with torch.no_grad(), evaluating(self.module) if self.trainer is not None else contextlib.nullcontext():
+            yield
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         from ..data import cast_floats

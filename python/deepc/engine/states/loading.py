@@ -140,6 +140,7 @@ def _load(engine: EngineBase, reader: CheckpointReader, state: dict[str, Any], w
     engine.broken_pass = False
     engine.hooks.discard()
     engine.step_policy.discard()
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # of the step that is given up
     engine.skips.applied()
     _publish(engine)
     try:
@@ -189,8 +190,8 @@ def _begin_anew(engine: EngineBase, everything: bool) -> None:
 
 def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
     """The loader of training_data goes on where it was."""
-    if saved is not None and engine.training_dataloader is not None:
-        say(engine, engine.training_dataloader.load_state_dict(saved))
+    if saved is not None and engine.own_dataloader is not None:
+        say(engine, engine.own_dataloader.load_state_dict(saved))
         engine.forget_batches()
 
 

@@ -313,7 +313,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
             if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict")
             else None
         ),
-        "data": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
+        "data": engine.own_dataloader.state_dict() if engine.own_dataloader is not None else None,
         "curriculum": engine.curriculum.state_dict(),
         "averages": {label: average.updates for label, average in engine.averages.items()},
     }

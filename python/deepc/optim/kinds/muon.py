@@ -97,6 +97,15 @@ def choose_by_name(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
             )
 
 
+def _unnamed(p: Any) -> Any:
+    """The parameter of (name, parameter); what is no such pair as it is, which torch judges."""
+    return p[1] if isinstance(p, tuple) and len(p) == 2 else p
+
+
+def _wants_muon(p: Any) -> bool:
+    return isinstance(p, torch.Tensor) and bool(getattr(p, "use_muon", p.dim() == 2))
+
+
 class Muon(Optimizer):
     """torch.optim.Muon's arguments and state (`momentum_buffer`), and parameters of any number of dimensions: matrices
     are stepped by Muon with muon_lr (None: lr), all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and
@@ -180,20 +189,18 @@ class Muon(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds one or two groups: the matrices of this one, and the rest."""
+        """Adds one or two groups: the matrices of this one, and the rest. Parameters may have their names with them, as
+        named_parameters() gives them."""
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
-        if "use_muon" in param_group or not params or isinstance(params[0], tuple):
+        if "use_muon" in param_group or not params:
             parts = [params]
         else:
-            muon = [bool(getattr(p, "use_muon", p.dim() == 2)) for p in params]
+            muon = [_wants_muon(_unnamed(p)) for p in params]
             parts = [[p for p, m in zip(params, muon) if m is kind] for kind in (True, False)]
         for part in filter(None, parts):
-            first = part[0]
-            use = param_group.get(
-                "use_muon", isinstance(first, torch.Tensor) and getattr(first, "use_muon", first.dim() == 2)
-            )
-            if use and any(isinstance(p, torch.Tensor) and p.dim() != 2 for p in part):
+            use = param_group.get("use_muon", _wants_muon(_unnamed(part[0])))
+            if use and any(isinstance(p, torch.Tensor) and p.dim() != 2 for p in map(_unnamed, part)):
                 raise ArgumentError("Muon steps matrices: a parameter of a group with use_muon has not 2 dimensions")
             whose = "muon_lr" if use else "adam_lr"
             divided = "use_muon" in param_group and "lr" in param_group  # before, with their rates: a copy of groups

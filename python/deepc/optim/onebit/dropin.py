@@ -167,6 +167,15 @@ class OneBitOptimizer(Optimizer):
         return loss
 
     # ---- states ------------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy. A copy could not step: what the ranks owe each other belongs to one optimizer of each,
+        and a process group can't be copied."""
+        raise UnsupportedError(
+            f"{type(self).__name__} can't be copied or pickled (copy.deepcopy, torch.save of the optimizer itself):"
+            " what the ranks owe each other is of this one. Make another with the same arguments on every rank, and"
+            " other.load_state_dict(optimizer.state_dict())"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, without exp_avg_mask, and under "onebit" what this rank alone has: save it on every rank."""
         out: dict[str, Any] = super().state_dict()

@@ -60,10 +60,12 @@ class GradientHooks:
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
         self._kept = False  # some .grad were left by no_sync
+        self._kept_ours = False  # of this engine's backward, so that they are divided by the accumulation steps
         self._late: dict[
             int, torch.Tensor
         ] = {}  # gradients that no pass has taken: of a parameter that already had one
         self.sums_in: torch.dtype | None = None  # instead of .grad: what is not synchronised is summed so, among _late
+        self.staged = False  # a pipeline's batch is under way: its backwards are nobody's own, and scaled
         self._held: dict[int, torch.Tensor] = {}  # lent to the reducer
         self.open = False  # a pass is under way
         self._queued = False  # autograd will close the pass
@@ -84,6 +86,11 @@ class GradientHooks:
     def left_behind(self) -> bool:
         """True if this rank has gradients that no pass has taken."""
         return self._kept or bool(self._late)
+
+    @property
+    def broken(self) -> bool:
+        """True if a backward of this rank since the last step did not come to its end."""
+        return self._failed or self.open or self._queued
 
     # ---- a backward --------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -125,8 +132,10 @@ class GradientHooks:
         if GradientHooks._running is self:
             return
         if self.synchronising:
+            if self._kept_ours:  # autograd would add to it what has a factor still to come
+                self._put_aside()
             self._close_at_end()
-        elif self.sums_in is None:  # a pipeline scales its own
+        elif not self.staged:
             self._ask()
 
     def _ask(self) -> None:
@@ -141,7 +150,7 @@ class GradientHooks:
 
     def _put_aside(self) -> None:
         """What no_sync has left in `.grad` waits for the next pass."""
-        self._kept = False
+        self._kept = self._kept_ours = False
         for i, p in enumerate(self._params):
             if p.grad is not None:
                 grad, p.grad = _dense(p.grad), None
@@ -164,14 +173,14 @@ class GradientHooks:
                 return
             if self.synchronising:
                 self._take(index, p)
-            elif self.sums_in is not None:
-                grad, p.grad = _dense(p.grad), None
-                self.bring(index, grad)
-            elif GradientHooks._running is self or self._left_factor == 1.0:
-                self._kept = True
+                return
+            ours = self.staged or GradientHooks._running is self
+            factor = 1.0 if ours else self._left_factor
+            if self.sums_in is None and factor == 1.0:
+                self._kept, self._kept_ours = True, self._kept_ours or ours
             else:
                 grad, p.grad = _dense(p.grad), None
-                self._late[index] = ops.add_up(self._late.get(index), grad * self._left_factor)
+                self.bring(index, grad if factor == 1.0 else grad * factor)
 
         return hook
 
@@ -295,19 +304,19 @@ class GradientHooks:
         """Raises if a backward since the last step did not come to its end."""
         if self.blocked:
             raise DeepcError(self.blocked)
-        if self._failed or self.open or self._queued:
+        if self.broken:
             self._failed = True
             raise DeepcError(
                 "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
                 " engine.zero_grad() on every rank (it drops what was accumulated since the last step) and go on with a"
-                " new forward"
+                " new forward, which is the step's first micro-batch"
             )
 
     def discard(self) -> None:
         """Drops all gradients since the last step (collective if a pass is open)."""
         if self.open:
             self.end_pass()
-        self._failed = self._queued = self._kept = False
+        self._failed = self._queued = self._kept = self._kept_ours = False
         self._late.clear()
         for p in self._params:
             p.grad = None

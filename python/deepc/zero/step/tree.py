@@ -122,7 +122,12 @@ class LayoutOrder:
         self.passed, self._forwards = False, 0
         self._micro += 1
         if last:
-            self._micro, self._divided, self.owed = 0, None, 0
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The next micro-batch is the first of its step."""
+        self._micro = self._forwards = 0
+        self.discard()
 
     def discard(self) -> None:
         """The gradients since the last step are dropped."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +14,6 @@ IN_CHECKPOINT = (
     "pipeline.stages: the model gives its blocks to torch.utils.checkpoint, which would run them again where the inputs"
     " of stages are gone. Call it in the forward of a block, as transformers' gradient_checkpointing_enable() does"
 )
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model is in evaluation, and then as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def call_instead(module: torch.nn.Module, instead: Callable[..., Any]) -> None:

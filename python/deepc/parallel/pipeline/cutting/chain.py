@@ -9,8 +9,9 @@ import torch
 
 from ....errors import ArgumentError, UnsupportedError
 from ..deferred import in_checkpoint
+from ..part import evaluating
 from . import inside
-from .calls import IN_CHECKPOINT, evaluating, every_tensor, first_tensor
+from .calls import IN_CHECKPOINT, every_tensor, first_tensor
 
 LONE = -1  # in place of a number: a block returns the tensor itself
 

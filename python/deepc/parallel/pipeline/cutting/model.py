@@ -27,13 +27,12 @@ from ....zero.parameters.gathered import is_zero_param
 from ...expert.spread import spread_tensors
 from ...judged import refuse_released
 from ..deferred import in_checkpoint
-from ..part import Call, Tie, further_names
+from ..part import Call, Tie, evaluating, further_names
 from ..runtime import Stages
 from .calls import (
     IN_CHECKPOINT,
     call_instead,
     close,
-    evaluating,
     every_tensor,
     first_tensor,
     mapped,
