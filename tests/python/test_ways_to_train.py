@@ -977,3 +977,41 @@ def test_a_copy_of_a_trained_model_is_its_own():
     assert engine.step().applied
     assert all(float(p.detach().abs().max()) > 0 for p in engine.module.parameters() if p.dim() > 1)
     engine.destroy()
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("half way")
+
+
+def _raised_without_reduction(rank, world):
+    """A backward inside of no_sync that raises leaves half of its gradients: no step is made of them."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = deepc.initialize(model=net, config=small(2))[0]
+    x = torch.ones(2, 4)
+    with engine.no_sync():
+        out = engine(x)
+        loss = (out + _Raises.apply(net[0](x))).sum()
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.backward(loss)
+    with pytest.raises(DeepcError, match="raised an error part way"):
+        engine.backward(engine(x).sum())
+    engine.zero_grad()
+    before = weights_of(net)
+    engine.backward(engine(x).sum())
+    assert engine.step().applied and not torch.equal(net[0].weight, before["0.weight"])
+    engine.destroy()
+    return True
+
+
+def test_a_backward_that_raises_in_no_sync_is_noticed():
+    assert all(run_ranks(_raised_without_reduction, 1))

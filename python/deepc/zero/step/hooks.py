@@ -95,11 +95,15 @@ class GradientHooks:
     # ---- a backward --------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def running(self, scale: float) -> Iterator[None]:
-        """A backward of this engine's loss, which was multiplied by `scale`: others that it reaches see whose it is."""
+        """A backward of this engine's loss, which was multiplied by `scale`: others that it reaches see whose it is. If
+        it raises, everything but `discard` refuses."""
         self.scale = scale
         before, GradientHooks._running = GradientHooks._running, self
         try:
             yield
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             GradientHooks._running = before
 
@@ -109,11 +113,7 @@ class GradientHooks:
         self.check()
         self.begin_pass(boundary)
         with self.running(scale):
-            try:
-                backward()
-            except BaseException:
-                self._failed = True
-                raise
+            backward()
         self.end_pass()
 
     @private.uncompiled
