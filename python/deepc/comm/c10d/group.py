@@ -434,7 +434,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         except IndexError:
             kept = None
         if kept is None or kept.numel() < nbytes:
-            kept = torch.empty(nbytes, dtype=torch.uint8)
+            kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         try:
             yield kept[:nbytes].view(dtype)
         finally:
@@ -683,7 +683,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         def job() -> None:
             for output, parts in zip(outputs, lists):
                 whole = prepare(dense_of(parts[0]) if len(parts) == 1 else joined(parts))
-                room = room_for(output) if whole.dtype == output.dtype else torch.empty(output.shape, dtype=whole.dtype)
+                room = (
+                    room_for(output)
+                    if whole.dtype == output.dtype
+                    else torch.empty(output.shape, dtype=whole.dtype, device="cpu")
+                )
                 core.reduce_scatter(as_real(room, op), as_real(whole, op), op, **more)
                 store_into(output, room)
 

@@ -168,7 +168,7 @@ def measure(comm: shared.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]
     in a thread. The computation takes about as long as the reduction, where overlap can gain most. Collective; takes
     about ten milliseconds.
     """
-    source = torch.ones(nbytes // 4)
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
     out = torch.empty_like(source)
     address, count, size = source.data_ptr(), source.numel(), comm.size
 
@@ -178,7 +178,8 @@ def measure(comm: shared.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]
 
         _step(comm, lambda slot: ctypes.memmove(slot, address, nbytes), read)
 
-    a, b, c = torch.ones(128, 128), torch.ones(128, 128), torch.empty(128, 128)
+    a = torch.ones(128, 128, dtype=torch.float32, device="cpu")
+    b, c = torch.ones_like(a), torch.empty_like(a)
 
     def seconds(fn: Callable[[], Any]) -> float:
         began = time.perf_counter()

@@ -49,7 +49,7 @@ class Inside:
 
     def enter(self) -> None:
         if self._draws():  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more
-            seed = int(torch.randint(2**62, (), dtype=torch.int64))
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._outside = torch.get_rng_state()
             torch.default_generator.manual_seed((seed + _STEP * (self._rank + 1)) % 2**64 - 2**63)
 
