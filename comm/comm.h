@@ -119,7 +119,7 @@ DC_API int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, i
 /* Blocks of any sizes (MPI_Alltoallv): in_counts[size] elements for each rank lie behind each other in `in`,
  * out_counts[size] from each rank behind each other in `out`. Counts are borrowed for the call. Ranks exchange their
  * counts first: where out_counts[j] of rank i differs from in_counts[i] of rank j all ranks get DC_E_MISMATCH naming
- * both. in != out. */
+ * both; so does a rank that is alone, and nothing is written. in != out. */
 DC_API int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts,
                           int dtype, int64_t tag);
 /* On `root`: out[count] = reduction over ranks of in[count]; elsewhere `out` is not touched and may be NULL. */
