@@ -74,7 +74,8 @@ DC_API int dc_comm_depend(dc_comm *c, dc_comm *on);
 DC_API int dc_comm_fail(dc_comm *c, int status, const char *text);
 /* For who waits for `rank` of c elsewhere (until it has opened another group), to be called again and again meanwhile:
  * DC_E_PEER_DIED when its process has ended, with `what` ("to open group dp"); DC_E_MISMATCH when it waits for this
- * rank in c or what c is related to. The first leaves c sound. rank -1: the wait is over. */
+ * rank in c or what c is related to. The first leaves c sound. Between two of these calls the caller tests whether what
+ * it waits for is there. rank -1: the wait is over; also while a call of another thread is in progress in c. */
 DC_API int dc_comm_waits(dc_comm *c, int rank, const char *what);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);

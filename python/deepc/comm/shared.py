@@ -211,8 +211,12 @@ class Comm:
     def waits(self, rank: int, what: str) -> None:
         """For who waits for group rank `rank` elsewhere, again and again meanwhile: RankDiedError if its process has
         ended, MismatchError if it waits for this rank here (dc_comm_waits), or the error that broke this communicator.
-        rank -1: the wait is over. Does nothing while a call is in progress here."""
-        if self.lock.acquire(blocking=False):
+        Does nothing while a call is in progress here. rank -1: the wait is over, whatever is in progress."""
+        if rank < 0:
+            with self._alive:
+                if self._handle:
+                    check(C.dc_comm_waits(self._handle, rank, b""))
+        elif self.lock.acquire(blocking=False):
             try:
                 check(C.dc_comm_waits(self.handle, rank, what.encode()))
             finally:
