@@ -421,6 +421,10 @@ static int coll_check_counts(const dc__job *j, blocks *b) {
       return DC_FAIL(DC_E_OVERFLOW, "the counts of all_to_all overflow 64 bits of bytes");
   }
   if ((b->sum_in && !j->in) || (b->sum_out && !j->out)) return DC_FAIL(DC_E_INVALID, "in or out is NULL");
+  if (n == 1 && j->in_counts[0] != j->out_counts[0]) /* with more ranks coll_compare_counts() sees it */
+    return DC_FAIL(DC_E_MISMATCH,
+                   "group %s: all_to_all(%s): the only rank sends %lld elements to itself and expects %lld",
+                   j->c->label, dc_dtype_name(j->call.dtype), (long long)j->in_counts[0], (long long)j->out_counts[0]);
   if (j->in == j->out && b->sum_in && n > 1)
     return DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
   if (j->c->slot_bytes < 2 * n * (int64_t)sizeof(int64_t))

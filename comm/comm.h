@@ -74,7 +74,8 @@ DC_API int dc_comm_depend(dc_comm *c, dc_comm *on);
 DC_API int dc_comm_fail(dc_comm *c, int status, const char *text);
 /* For who waits for `rank` of c elsewhere (until it has opened another group), to be called again and again meanwhile:
  * DC_E_PEER_DIED when its process has ended, with `what` ("to open group dp"); DC_E_MISMATCH when it waits for this
- * rank in c or what c is related to. The first leaves c sound. rank -1: the wait is over. */
+ * rank in c or what c is related to. The first leaves c sound. Between two of these calls the caller tests whether what
+ * it waits for is there. rank -1: the wait is over; also while a call of another thread is in progress in c. */
 DC_API int dc_comm_waits(dc_comm *c, int rank, const char *what);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);
@@ -119,7 +120,7 @@ DC_API int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, i
 /* Blocks of any sizes (MPI_Alltoallv): in_counts[size] elements for each rank lie behind each other in `in`,
  * out_counts[size] from each rank behind each other in `out`. Counts are borrowed for the call. Ranks exchange their
  * counts first: where out_counts[j] of rank i differs from in_counts[i] of rank j all ranks get DC_E_MISMATCH naming
- * both. in != out. */
+ * both; so does a rank that is alone, and nothing is written. in != out. */
 DC_API int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts,
                           int dtype, int64_t tag);
 /* On `root`: out[count] = reduction over ranks of in[count]; elsewhere `out` is not touched and may be NULL. */

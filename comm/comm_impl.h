@@ -5,7 +5,7 @@
  * The arena is one memfd that every rank has mapped:
  *
  *   dc__header                  the error that all share (broken, status, text) | which way rank 0 found faster
- *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid, waits   (one cache line each)
+ *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid, waits .. (one cache line each)
  *   dc__cell  [size][cells]     of a step: posted, fingerprint, hash of all calls, <= 16 bytes of data  (one line)
  *   dc__where [size][cells]     of a step: the caller's text                                            (one line)
  *   teams                       of a step and team: what its leader says, see team.h                    (one line)
@@ -34,7 +34,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 8
+#define DC__COMM_VERSION 9
 #define DC__ALGO \
   256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
@@ -54,6 +54,7 @@ typedef struct dc__seat {
   _Alignas(DC__LINE) _Atomic uint32_t left;        /* 1 after a normal close */
   int32_t pid;
   _Atomic uint32_t waits; /* for whom this rank has been waiting for long, see deadlock.c; 0: for nobody */
+  _Atomic uint32_t looks; /* how often it has found, in such waits, that it still waits; modulo 2^32 */
   int32_t team, node; /* which team it is in; its node of memory, or -1 */
 } dc__seat;
 
@@ -161,10 +162,11 @@ struct dc_comm {
   int64_t seq;      /* calls, for messages */
   int64_t look_ns;  /* when we last looked after the peers */
   struct dc_comm *family; /* the next of a ring of those that dc_comm_relate joined; itself if there is none */
-  uint32_t waits;         /* what our seat showed last, while waits_shown */
+  uint32_t waits;         /* the number of the wait that our seat showed last; deadlock.c's own, as all of these */
   bool waits_shown;
-  uint64_t circle;        /* of waits that the last look saw, and since when it stands: deadlock.c's own */
+  uint64_t circle;        /* of waits that the last look saw, since when it stands, and the looks of its ranks then */
   int64_t circle_ns;
+  uint32_t circle_looks[DC_COMM_MAX_RANKS];
   _Atomic int64_t alive_ns; /* when all that dc__is_dead() does not tell were last seen alive, for coll_direct.c */
   struct p2p *p2p;  /* of the messages, with where their seats lie */
   struct p2p_seat *messages;

@@ -1,4 +1,4 @@
-/* deadlock.c: see deadlock.h. Owns the families of communicators, and the word `waits` of the own seats.
+/* deadlock.c: see deadlock.h. Owns the families of communicators, and the words `waits` and `looks` of the own seats.
  *
  * An engine has several communicators and calls them all in one order. A rank that leaves a call out (rank 0 alone
  * saves a checkpoint, one rank skips a step) then waits in one of them while the others wait in another: in none of
@@ -7,6 +7,11 @@
  * wait with their only thread can't open again, so one that stands for DEADLOCK_NS is an error. (The graph of waits:
  * Coffman, Elphick, Shoshani, System Deadlocks, 1971. Each rank shows one of those that it waits for, the first one
  * that is missing: when all of a circle are stuck, that is enough.)
+ *
+ * What a rank shows is taken back by itself, when it wakes: one that is stopped (a debugger, a frozen container, memory
+ * that is swapped in) shows a wait that may long be over. So a circle counts only when each of its ranks has looked
+ * twice since it was seen. Who waits tests between two looks whether it is there: then all were still waiting after the
+ * moment at which the circle stood, and what they wait for had not come before it.
  *
  * Assumes what dc_comm_relate asks for: the same ranks, one call at a time over the whole family. */
 #include "deadlock.h"
@@ -25,21 +30,25 @@ DC__AT_FORK(deadlock_at_fork, DC__FORK_FAMILIES, &deadlock_lock, NULL)
 /* A wait of one rank: where, and for whom. */
 typedef struct deadlock_edge {
   dc_comm *c;
-  uint32_t shown;
+  uint32_t shown, looks;
   int from, to;
 } deadlock_edge;
 
-enum { WAITS_RANK_BITS = 16 }; /* of seat.waits: rank + 1; above them a number that differs from wait to wait */
-_Static_assert(DC_COMM_MAX_RANKS < 1 << WAITS_RANK_BITS, "a rank fits");
+/* seat.waits: rank + 1; whether the wait is outside of c; above them a number that differs from wait to wait. */
+enum { WAITS_RANK_BITS = 15, WAITS_OUTSIDE = 1 << WAITS_RANK_BITS, WAITS_NUMBER = 2 * WAITS_OUTSIDE };
+_Static_assert(DC_COMM_MAX_RANKS < WAITS_OUTSIDE, "a rank fits");
 
-static void deadlock_show(dc_comm *c, int rank) {
-  const uint32_t number = c->waits >> WAITS_RANK_BITS, wanted = number << WAITS_RANK_BITS | (uint32_t)(rank + 1);
-  if (c->waits_shown && c->waits == wanted) return;
-  c->waits = (number + 1) << WAITS_RANK_BITS | (uint32_t)(rank + 1);
+static void deadlock_show(dc_comm *c, int rank, bool outside) {
+  dc__seat *own = &c->h->seat[c->rank];
+  const uint32_t whom = (uint32_t)(rank + 1) | (outside ? WAITS_OUTSIDE : 0);
+  /* relaxed: written by this process alone, and looked at by others */
+  atomic_fetch_add_explicit(&own->looks, 1, memory_order_relaxed);
+  if (atomic_load_explicit(&own->waits, memory_order_relaxed) % WAITS_NUMBER == whom) return;
+  c->waits++;
   c->waits_shown = true;
   c->circle_ns = 0;
   /* release: who sees it also sees the call that we posted */
-  atomic_store_explicit(&c->h->seat[c->rank].waits, c->waits, memory_order_release);
+  atomic_store_explicit(&own->waits, c->waits * WAITS_NUMBER | whom, memory_order_release);
 }
 
 void dc__deadlock_forget(dc_comm *c) {
@@ -48,14 +57,23 @@ void dc__deadlock_forget(dc_comm *c) {
   atomic_store_explicit(&c->h->seat[c->rank].waits, 0, memory_order_release);
 }
 
+void dc__deadlock_forget_outside(dc_comm *c) {
+  _Atomic uint32_t *waits = &c->h->seat[c->rank].waits;
+  uint32_t shown = atomic_load_explicit(waits, memory_order_relaxed);
+  if (shown & WAITS_OUTSIDE) /* fails where a call in progress shows its own by now */
+    atomic_compare_exchange_strong_explicit(waits, &shown, 0, memory_order_release, memory_order_relaxed);
+}
+
 /* For whom `rank` waits, in any communicator of the family. */
 static bool deadlock_next(dc_comm *c, int rank, deadlock_edge *e) {
   dc_comm *k = c;
   do {
-    const uint32_t shown = atomic_load_explicit(&k->h->seat[rank].waits, memory_order_acquire);
-    const int to = (int)(shown & ((1u << WAITS_RANK_BITS) - 1)) - 1;
+    dc__seat *seat = &k->h->seat[rank];
+    const uint32_t shown = atomic_load_explicit(&seat->waits, memory_order_acquire);
+    const int to = (int)(shown % WAITS_OUTSIDE) - 1;
     if (to >= 0 && to < c->size) {
-      *e = (deadlock_edge){.c = k, .shown = shown, .from = rank, .to = to};
+      const uint32_t looks = atomic_load_explicit(&seat->looks, memory_order_relaxed);
+      *e = (deadlock_edge){.c = k, .shown = shown, .looks = looks, .from = rank, .to = to};
       return true;
     }
     k = k->family;
@@ -74,6 +92,13 @@ static int deadlock_follow(dc_comm *c, deadlock_edge edge[], uint64_t *mark) {
     at = edge[n++].to;
   } while (at != c->rank);
   return n;
+}
+
+/* Each of its ranks has found since the circle was first seen that it still waits. */
+static bool deadlock_stands(const dc_comm *c, const deadlock_edge edge[], int n) {
+  for (int i = 0; i < n; i++)
+    if (edge[i].looks - c->circle_looks[i] < 2) return false;
+  return true;
 }
 
 /* All communicators of the circle get one text: their ranks raise at once, whichever they wait in. */
@@ -100,8 +125,8 @@ static int deadlock_break(dc_comm *c, const deadlock_edge edge[], int n) {
   return dc__break(c, DC_E_MISMATCH, "%s", t.s);
 }
 
-int dc__deadlock_look(dc_comm *c, int rank) {
-  deadlock_show(c, rank);
+int dc__deadlock_look(dc_comm *c, int rank, bool outside) {
+  deadlock_show(c, rank, outside);
   deadlock_edge edge[DC_COMM_MAX_RANKS];
   uint64_t mark;
   int rc = DC_OK;
@@ -110,7 +135,8 @@ int dc__deadlock_look(dc_comm *c, int rank) {
   if (!n || !c->circle_ns || mark != c->circle) {
     c->circle = mark;
     c->circle_ns = n ? dc__now_ns() : 0;
-  } else if (dc__now_ns() - c->circle_ns >= DEADLOCK_NS) {
+    for (int i = 0; i < n; i++) c->circle_looks[i] = edge[i].looks;
+  } else if (dc__now_ns() - c->circle_ns >= DEADLOCK_NS && deadlock_stands(c, edge, n)) {
     rc = deadlock_break(c, edge, n);
   }
   pthread_mutex_unlock(&deadlock_lock);

@@ -5,10 +5,13 @@
 #include "comm_impl.h"
 
 /* Shows that this rank waits in c for `rank`, looks along who waits for whom, and breaks the communicators of a circle
- * that has lasted for DEADLOCK_NS. For a waiting rank's look: c is entered. */
-int dc__deadlock_look(dc_comm *c, int rank);
+ * that has lasted for DEADLOCK_NS. For a waiting rank's look: c is entered. Between two looks the caller tests whether
+ * the wait is over. outside: it is for something else than a step of c (dc_comm_waits). */
+int dc__deadlock_look(dc_comm *c, int rank, bool outside);
 /* The wait in c is over. Cheap when nothing was shown. */
 void dc__deadlock_forget(dc_comm *c);
+/* The one outside of c is; beside any call in c, which needs not be entered. */
+void dc__deadlock_forget_outside(dc_comm *c);
 /* c leaves its family; before its arena goes. */
 void dc__deadlock_leave(dc_comm *c);
 

@@ -55,6 +55,8 @@ typedef struct p2p_seat {
   /* for single copies: whether this rank allows them, and where which number lies in its memory */
   _Alignas(DC__LINE) _Atomic uint64_t cma;
   _Atomic uint64_t nonce_at, nonce[2];
+  /* 1 once this rank closes, before its unfinished sends are withdrawn: from then on their buffers may be other data */
+  _Atomic uint32_t closed;
   /* for error texts only: atomic because others read them at any time */
   _Alignas(DC__LINE) _Atomic uint64_t last[P2P_LAST_WORDS];
   _Atomic uint32_t row_gen[P2P_WHERES];

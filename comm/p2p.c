@@ -395,6 +395,8 @@ static void p2p_turn_out(p2p *p) {
     sched_yield();
     pthread_mutex_lock(&p->lock);
   }
+  /* before the owners of the buffers are told, and not when the rank has left: see match_copy() */
+  atomic_store_explicit(&p->seats[p->rank].closed, 1, memory_order_seq_cst);
   while (!p2p_list_empty(&p->live))
     dc__match_withdraw(p, P2P_ITEM(dc_request, p->live.next, all), DC_E_STATE,
                        "the communicator of this request was closed");

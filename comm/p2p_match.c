@@ -280,14 +280,18 @@ static void match_copy_unlocked(p2p *p, dc_request *r) {
   r->moved = moved;
 }
 
+static bool match_has_closed(const p2p *p, int rank) {
+  return atomic_load_explicit(&p->seats[rank].closed, memory_order_seq_cst);
+}
+
 static int match_copy(p2p *p, dc_request *r) {
   int src = r->source;
   p2p_list_drop(&r->in);
   match_copy_unlocked(p, r);
   DC_TRY(dc__broken(p->c));
-  /* Alive afterwards means that it was this process that we read (and not another one of the same number); not left,
-   * that the buffer was still the message. */
-  if (dc__look_at_peer(p->c, src) || dc__has_left(p->c, src)) return dc__match_lost(p, r, src);
+  /* Alive afterwards means that it was this process that we read (and not another one of the same number); its messages
+   * not closed, that the buffer was still the message. */
+  if (dc__look_at_peer(p->c, src) || match_has_closed(p, src)) return dc__match_lost(p, r, src);
   if (r->moved == r->bytes) return match_answer(p, src, P2P_ACK, r->id, r);
   /* Not readable from outside (device memory, a permission taken away): through the ring. */
   r->moved = 0;

@@ -139,7 +139,7 @@ static int sync_look(dc__waiting *x) {
   /* a mismatch is told at once, even if some rank never arrives */
   if (w->kind == DC__POSTED) DC_TRY(sync_compare(x->c, w->step));
   DC_TRY(sync_find_missing(x->c, w));
-  if (!l->tests) DC_TRY(dc__deadlock_look(x->c, l->team ? sync_first_missing(x->c, w) : l->rank));
+  if (!l->tests) DC_TRY(dc__deadlock_look(x->c, l->team ? sync_first_missing(x->c, w) : l->rank, false));
   return x->late ? sync_late(x->c, w) : DC_OK;
 }
 
@@ -263,11 +263,13 @@ int dc_comm_set_timeout(dc_comm *c, int64_t timeout_ms) {
 }
 
 int dc_comm_waits(dc_comm *c, int rank, const char *what) {
+  if (c && rank < 0 && c->fork_mark == dc__fork_mark()) {
+    dc__deadlock_forget_outside(c);
+    return DC_OK;
+  }
   DC_TRY(dc__enter(c));
   int rc = DC_OK;
-  if (rank < 0) {
-    dc__deadlock_forget(c);
-  } else if (rank >= c->size || rank == c->rank || !what) {
+  if (rank >= c->size || rank == c->rank || !what) {
     rc = DC_FAIL(DC_E_INVALID, "rank %d waits for rank %d of %d", c->rank, rank, c->size);
   } else if (dc__look_at_peer(c, rank)) {
     dc__text t = {.n = 0};
@@ -275,7 +277,7 @@ int dc_comm_waits(dc_comm *c, int rank, const char *what) {
     dc__tell_end(&t, c, rank);
     rc = DC_FAIL(DC_E_PEER_DIED, "%s; rank %d waits for it %s", t.s, c->global_rank[c->rank], what);
   } else {
-    rc = dc__deadlock_look(c, rank);
+    rc = dc__deadlock_look(c, rank, true);
   }
   dc__leave(c);
   return rc;

@@ -192,7 +192,9 @@ static void tell_death(dc__text *t, int pid, int pidfd) {
 }
 
 void dc__tell_end(dc__text *t, const dc_comm *c, int rank) {
-  if (atomic_load_explicit(&c->h->seat[rank].left, memory_order_acquire)) text_add(t, " left the group");
+  /* closing takes its messages back first */
+  const bool closes = c->messages && atomic_load_explicit(&c->messages[rank].closed, memory_order_seq_cst);
+  if (closes || atomic_load_explicit(&c->h->seat[rank].left, memory_order_acquire)) text_add(t, " left the group");
   else tell_death(t, c->h->seat[rank].pid, c->pidfd[rank]);
 }
 

@@ -809,6 +809,56 @@ TEST(Deadlock, WhoOnlyTestsDoesNotWait) {
   }));
 }
 
+// A stopped rank (by a debugger, a freezer) shows the wait that it was in, which may be over by now: its peers wait for
+// what it does when it goes on.
+TEST(Deadlock, AStoppedRankWaitsForNobody) {
+  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+    int32_t pid[3], own = getpid();
+    FINE(dc_all_gather(b, &own, pid, 1, DC_I32, 0));
+    if (rank == 0) {
+      FINE(dc_comm_waits(a, 1, "to open a group")); // and rank 1 comes, after this look
+      raise(SIGSTOP);
+    } else if (rank == 1) {
+      const std::string path = fmt("/proc/%d/stat", pid[0]);
+      for (char state = 0; state != 'T'; nap_ms(1)) {
+        FILE *f = fopen(path.c_str(), "r");
+        WANT(f && fscanf(f, "%*d (%*[^)]) %c", &state) == 1, "%s", path.c_str());
+        fclose(f);
+      }
+      std::string failed; // returned when rank 0 runs again
+      for (double end = now() + 3; failed.empty() && now() < end; nap_ms(20)) // longer than a circle may stand
+        if (dc_comm_waits(a, 0, "to open another group")) failed = dc_last_error();
+      kill(pid[0], SIGCONT);
+      WANT(failed.empty(), "%s", failed.c_str());
+    }
+    int rc = DC_OK; // that all of them run and still wait is what makes a deadlock
+    while (rank < 2 && !(rc = dc_comm_waits(a, 1 - rank, "to open a group"))) nap_ms(20);
+    if (rank == 2) rc = dc_barrier(a, 0);
+    WANT(rc == DC_E_MISMATCH, "%s: %s", dc_status_name(rc), dc_last_error());
+    WANT_TEXT("ranks wait for each other in different groups");
+    return "";
+  }));
+}
+
+// The end of a wait outside of a group is told also while another thread is in a call there.
+TEST(Deadlock, AWaitOutsideEndsBesideACall) {
+  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+    if (rank == 0) {
+      int rc = DC_OK;
+      FINE(dc_comm_waits(a, 1, "to open a group"));
+      std::thread t([&] { rc = dc_barrier(a, 1); });
+      while (dc_comm_waits(a, 1, "to open a group") != DC_E_STATE) nap_ms(1); // until the call is in progress
+      const int told = dc_comm_waits(a, -1, ""), met = dc_barrier(b, 0);
+      t.join();
+      WANT(!told && !met && !rc, "%s, %s, %s", dc_status_name(told), dc_status_name(met), dc_status_name(rc));
+    } else {
+      FINE(dc_barrier(b, 0));
+      FINE(dc_barrier(a, 1));
+    }
+    return "";
+  }));
+}
+
 TEST(Deadlock, OfGroupsThatAreNotRelatedIsATimeout) {
   expect_all_fine(run_families(false, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     WANT_STATUS(DC_E_TIMEOUT, dc_barrier(rank ? a : b, 0));

@@ -470,4 +470,20 @@ TEST(AllToAllV, CountsThatDisagreeNameBothRanks) {
   }));
 }
 
+TEST(AllToAllV, OneRankThatExpectsOtherThanItSendsIsTold) {
+  Comm c;
+  ASSERT_EQ(open_comm(fresh_address(), 0, 1, "", "1", &c), "");
+  std::vector<float> in(8, 1.0f), out(8, 7.0f);
+  for (int64_t give : {8, 1}) {
+    const int64_t take = 2;
+    EXPECT_EQ(dc_all_to_allv(c.get(), in.data(), &give, out.data(), &take, DC_F32, 0), DC_E_MISMATCH);
+    EXPECT_NE(strstr(dc_last_error(), "elements to itself and expects 2"), nullptr) << dc_last_error();
+  }
+  EXPECT_EQ(out, std::vector<float>(8, 7.0f));
+  const int64_t same = 3;
+  EXPECT_EQ(dc_all_to_allv(c.get(), in.data(), &same, out.data(), &same, DC_F32, 0), DC_OK) << dc_last_error();
+  EXPECT_EQ(out[2], 1.0f);
+  EXPECT_EQ(out[3], 7.0f);
+}
+
 }  // namespace

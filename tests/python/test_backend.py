@@ -349,6 +349,8 @@ def test_cpu_device_string():
 
 
 def one_rank(rank, world):
+    from deepc.errors import MismatchError
+
     x = make(0, (5,), torch.bfloat16)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         y = x.clone()
@@ -362,6 +364,15 @@ def one_rank(rank, world):
     same(out, x, "alone")
     dist.all_to_all_single(out.zero_(), x)
     same(out, x, "alone")
+    whole = torch.zeros(8)
+    for call in (
+        lambda: dist.all_to_all_single(whole[:2], torch.ones(8)),
+        lambda: dist.all_to_all_single(whole[:8], torch.ones(2)),
+        lambda: dist.all_to_all([whole[:2]], [torch.ones(8)]),
+    ):
+        with pytest.raises(MismatchError, match="the only rank sends [28] elements to itself and expects [28]"):
+            call()
+    assert not whole.any()
     dist.barrier()
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -483,3 +484,30 @@ def test_an_engine_that_one_rank_opens_alone_is_told(peer):
     for text in said:
         assert text.startswith("MismatchError: ranks wait for each other in different groups"), text
         assert re.search(r"rank 1 is in .* and waits for rank 0", text), text
+
+
+def be_stopped(rank, world):
+    """Rank 1 stops rank 0 (as a debugger or a freezer does) in the wait for rank 1, comes, and waits for it meanwhile:
+    that rank 0 still shows its wait is no deadlock."""
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    x = torch.ones(1)
+    if rank == 1:
+        status = Path(f"/proc/{pids[0]}/status")
+        slept = _number(status, "voluntary_ctxt_switches")
+        while _number(status, "voluntary_ctxt_switches") < slept + 10:  # it sleeps for 20 ms each time
+            time.sleep(0.001)
+        os.kill(pids[0], signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (pids[0], signal.SIGCONT)).start()  # longer than a circle may stand
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    assert x.item() == 4
+
+
+def _number(status: Path, name: str) -> int:
+    return int(re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.M)[1])
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_is_waited_for():
+    run_ranks(be_stopped, 2)

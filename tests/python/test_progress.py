@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import placed, run_ranks
 from test_backend import killed_in_ddp
 
 
@@ -335,6 +335,37 @@ def trained(rank, world):
 @both
 def test_ddp(mode, tmp_path):
     run(trained, mode, tmp_path)
+
+
+def waits_for_what_comes_later(rank, world, folder, nodes):
+    """Legal in c10d: an asynchronous call that ends after what its caller does behind it, here a large message, which
+    rank 1 sends before it comes to the call."""
+    with placed(rank, nodes):
+        dist.init_process_group(
+            "deepc",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=30),
+        )
+    x, y = torch.ones(4), torch.full((1 << 20,), float(rank))
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        dist.recv(y, 1)
+        assert work.wait() and y[-1] == 1
+    else:
+        dist.send(y, 0)
+        dist.all_reduce(x)
+    # in two groups, which the ranks call in different orders
+    of = {dist.group.WORLD: torch.ones(4), dist.new_group([0, 1]): torch.ones(5)}
+    works = [dist.all_reduce(of[g], group=g, async_op=True) for g in list(of)[:: 1 if rank else -1]]
+    assert all(work.wait() for work in works)
+    assert [t.tolist() for t in of.values()] == [[2] * 4, [2] * 5]
+
+
+@pytest.mark.parametrize("nodes", ["", "01"])
+def test_an_asynchronous_call_does_not_keep_its_caller(nodes, tmp_path):
+    run_ranks(waits_for_what_comes_later, 2, backend=None, args=(str(tmp_path), nodes))
 
 
 def chosen(rank, world, folder):

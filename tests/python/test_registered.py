@@ -76,3 +76,23 @@ def _refused(rank: int, world: int) -> None:
 
 def test_what_can_not_be_is_said() -> None:
     run_ranks(_refused, 2)
+
+
+def _many(rank: int, world: int) -> None:
+    from deepc import comm
+    from deepc.errors import DeepcError
+
+    kept = [comm.empty_registered(8) for _ in range(64)]
+    with pytest.raises(DeepcError, match="has 64 segments already: free some, or make fewer and larger ones"):
+        comm.empty_registered(8)
+    del kept[rank]  # of another place on each rank, so none is free on all
+    with pytest.raises(DeepcError, match="has 64 segments already"):
+        comm.empty_registered(8)
+    del kept[1 - rank]
+    kept.append(comm.empty_registered(8))
+    dist.all_reduce(kept[-1].fill_(1.0))
+    assert kept[-1].tolist() == [2.0] * 8
+
+
+def test_a_group_has_64_at_a_time() -> None:
+    run_ranks(_many, 2)

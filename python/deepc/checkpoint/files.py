@@ -484,7 +484,7 @@ class SafetensorsFile:
         """CRC-32C of bytes [begin, end) of the file, continued."""
         if begin == end:
             return crc
-        scratch = torch.empty(min(end - begin, _CHUNK), dtype=torch.uint8)
+        scratch = torch.empty(min(end - begin, _CHUNK), dtype=torch.uint8, device="cpu")
         while begin < end:
             part = scratch[: min(end - begin, _CHUNK)]
             self._pread_into(begin, tensor_bytes(part))
@@ -495,7 +495,7 @@ class SafetensorsFile:
     def tensor(self, key: str, *, verify: bool = True) -> torch.Tensor:
         """The tensor, in new memory."""
         info = self[key]
-        out = torch.empty(info.shape, dtype=info.dtype)
+        out = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         self.read_into(key, out, verify=verify)
         return out
 
@@ -503,7 +503,7 @@ class SafetensorsFile:
         """Reads everything that has a checksum and checks it."""
         for info in self.tensors.values():
             if info.crc is not None:
-                self.read_into(info.key, torch.empty(0, dtype=info.dtype))
+                self.read_into(info.key, torch.empty(0, dtype=info.dtype, device="cpu"))
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -816,7 +816,7 @@ class CheckpointReader:
         key = tensor.name, cut
         if self._last is None or self._last[0] != key:
             self._last = None  # one at a time
-            stored = torch.empty(tensor.numel, dtype=tensor.dtype)
+            stored = torch.empty(tensor.numel, dtype=tensor.dtype, device="cpu")
             self.read(tensor.name, stored, verify=verify, cut=tensor.cut)
             whole = stored.view(tensor.shape) if tensor.cut is None else tensor.cut.from_order(stored)
             self._last = key, whole.view(-1) if cut is None else cut.in_order(whole)
@@ -837,7 +837,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """A whole logical tensor, in new memory."""
         info = self[name]
-        out = torch.empty(info.shape, dtype=info.dtype)
+        out = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         self.read(name, out)
         return out
 

@@ -409,7 +409,7 @@ class _Source:
 
 def _range_reader(read: Callable[..., Any], name: str, dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
     def get(begin: int, count: int) -> torch.Tensor:
-        out = torch.empty(count, dtype=dtype)
+        out = torch.empty(count, dtype=dtype, device="cpu")
         read(name, out, begin)
         return out
 

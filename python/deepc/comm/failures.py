@@ -67,7 +67,7 @@ def break_pairs(group: Any, me: int, count: int) -> None:
     for peer in range(count):
         if peer != me:
             with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 group.recv([nothing], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
 
 

@@ -164,7 +164,7 @@ class NodeGroup(_OneNode):
         self.comm.broadcast(tensor, root)
 
     def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype)
+        out = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype, device="cpu")
         self.comm.all_gather(out, tensor)
         return out.view(self.world, tensor.numel())
 
@@ -309,7 +309,7 @@ class MultiNodeGroup:
 
     def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
         n = tensor.numel()
-        column = torch.empty(self.nodes * n, dtype=tensor.dtype)
+        column = torch.empty(self.nodes * n, dtype=tensor.dtype, device="cpu")
         self.collect(column, tensor.contiguous().view(-1), "control").wait()
         with self.errors():
             rows = self.inside.gather_all(column).view(self.world, n)  # in the order of parts
@@ -400,7 +400,7 @@ def swap(group: Group, row: torch.Tensor, counts: Sequence[Sequence[int]]) -> li
     rank = group.rank
     incoming = [mine[rank] for mine in counts]
     if isinstance(group, NodeGroup):
-        out = torch.empty(sum(incoming), dtype=row.dtype)
+        out = torch.empty(sum(incoming), dtype=row.dtype, device="cpu")
         group.comm.all_to_allv(out, incoming, row, list(counts[rank]))
         return list(out.split(incoming))
     padded = torch.zeros(max(map(sum, counts)), dtype=row.dtype, device=row.device)

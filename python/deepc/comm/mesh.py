@@ -14,7 +14,7 @@ def to_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     import torch
 
     kept = tuple(a for a in AXES if getattr(mesh, a) > 1) or ("dp",)
-    ranks = torch.tensor(mesh.array()).view([getattr(mesh, a) for a in kept])
+    ranks = torch.tensor(mesh.array(), device="cpu").view([getattr(mesh, a) for a in kept])
     return DeviceMesh(device_type, ranks, mesh_dim_names=kept)
 
 

@@ -211,8 +211,12 @@ class Comm:
     def waits(self, rank: int, what: str) -> None:
         """For who waits for group rank `rank` elsewhere, again and again meanwhile: RankDiedError if its process has
         ended, MismatchError if it waits for this rank here (dc_comm_waits), or the error that broke this communicator.
-        rank -1: the wait is over. Does nothing while a call is in progress here."""
-        if self.lock.acquire(blocking=False):
+        Does nothing while a call is in progress here. rank -1: the wait is over, whatever is in progress."""
+        if rank < 0:
+            with self._alive:
+                if self._handle:
+                    check(C.dc_comm_waits(self._handle, rank, b""))
+        elif self.lock.acquire(blocking=False):
             try:
                 check(C.dc_comm_waits(self.handle, rank, what.encode()))
             finally:
@@ -388,8 +392,9 @@ class Comm:
     def registered(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D tensor of this rank's own that lies in shared memory: large collectives of this communicator
         read and write it where it is, instead of staging or copying it. Collective: the same numel and dtype on all
-        ranks. A communicator has 64 such segments; tensors beyond work like any other. OutOfMemoryError on all ranks
-        before anything is allocated if it does not fit."""
+        ranks. A communicator has 64 such segments, whose places are free again when all ranks have dropped theirs;
+        without one all ranks get DeepcError. OutOfMemoryError on all ranks before anything is allocated if it does not
+        fit. The communicator stays sound after both."""
         line = 64
         stride = (numel * dtype.itemsize + line - 1) // line * line + _STAGGER
         return self.segment(max(1, self.size * stride)).tensor(dtype, self.rank * stride, numel)

@@ -216,8 +216,8 @@ def empty_registered(
     collectives read and write it where it lies, which saves a copy of every byte. Zeroed. Collective: every rank of the
     group asks for the same size and dtype.
 
-    Raises UnsupportedError if the group is not of the backend "deepc", or spans nodes. The memory goes when the last
-    tensor on it does.
+    Raises UnsupportedError if the group is not of the backend "deepc", or spans nodes; DeepcError, on all ranks, if it
+    has 64 of them. The memory goes when the last tensor on it does.
     """
     from ..errors import UnsupportedError
 

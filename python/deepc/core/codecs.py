@@ -15,7 +15,7 @@ import torch
 from ..errors import ArgumentError
 from . import ops as _ops  # noqa: F401
 
-_NO_ERROR = torch.empty(0)
+_NO_ERROR = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _fed(x: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:

@@ -37,7 +37,7 @@ COLORS = {
 def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
     """A 1-D tensor over `numel` elements at `address`. Its storage keeps `owner` alive."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     raw = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
     # The storage holds `raw`, and `raw` the owner.
     raw._deepc_owner = owner  # type: ignore[attr-defined]  # ctypes objects take attributes
@@ -73,7 +73,8 @@ class _LockedBlock(_Block):
             self.locked = True
             return
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # takes the error away: torch would find it behind its next kernel
+            # takes the error away: torch would find it behind its next kernel
+            torch.zeros(1, dtype=torch.uint8, device="cuda")
 
     def __del__(self) -> None:
         if getattr(self, "locked", False):
@@ -86,7 +87,7 @@ def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: bool = False) 
     that are walked together. locked: in pages that a GPU of this process reaches: copies run at the bus's rate, and
     beside the host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     block = (_LockedBlock if locked else _Block)(numel * dtype.itemsize, color)
     return tensor_at(block.begin, numel, dtype, block)
 

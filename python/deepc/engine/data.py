@@ -47,7 +47,7 @@ class DealtSampler(torch.utils.data.DistributedSampler[Any]):
         draw = torch.Generator()
         draw.manual_seed(self.seed + self.epoch)
         size = len(self.dataset)  # type: ignore[arg-type]  # it has a length
-        order = torch.randperm(size, generator=draw).tolist() if self.shuffle else range(size)
+        order = torch.randperm(size, generator=draw, device="cpu").tolist() if self.shuffle else range(size)
         first, self.start = self.start, 0
         self.epoch += 1
         for at in range(first * self.num_replicas + self.rank, self.total_size, self.num_replicas):

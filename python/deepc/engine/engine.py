@@ -399,7 +399,7 @@ class Engine(EngineBase):
             return
         mine, self._dropped = self._dropped, None
         with self._death_is_told():
-            told = self.everyone.gather_all(torch.tensor([mine], dtype=torch.int64))
+            told = self.everyone.gather_all(torch.tensor([mine], dtype=torch.int64, device="cpu"))
         if told.any() and not mine:
             self._drop_gradients(anew=True)
 

@@ -259,7 +259,9 @@ class PipelineEngine(Engine):
             failure = exc
         shows = trains and self._begun == _SHOWN - 1 and self.monitor is not None and self.monitor.writes
         mine = [failure is not None, trains, count, self._lent_versions != self._versions_of_lent(), shows]
-        *said, written, shown = zip(*self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64)).tolist())
+        *said, written, shown = zip(
+            *self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
+        )
         said, self._shows = list(zip(*said)), any(shown)
         if failure is not None:
             raise failure
@@ -323,7 +325,7 @@ class PipelineEngine(Engine):
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of all pipelines. Collective."""
-        mine = torch.tensor([float(sum(map(float, losses))), float(len(losses))], dtype=torch.float64)
+        mine = torch.tensor([float(sum(map(float, losses))), float(len(losses))], dtype=torch.float64, device="cpu")
         total, count = self.everyone.gather_all(mine).sum(0).tolist()
         return torch.tensor(total / count, dtype=torch.float32, device=self.device)
 
@@ -408,7 +410,7 @@ class PipelineEngine(Engine):
             mine.append(said | (trained if tie.owner == self.stage_id and id(p) in self._indices else 0))
         if not mine:
             return frozenset()
-        rows = self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64))
+        rows = self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         for tie, column in zip(self.part.ties, rows.T.tolist()):
             stages = [
                 [self.mesh.coordinates(r).pp for r, said in enumerate(column) if said & k] for k in (wants, frozen)
@@ -440,7 +442,7 @@ class PipelineEngine(Engine):
         for i, copy, owner in self._copies:
             if i not in self._trained_ties:
                 continue
-            none = torch.zeros(copy.shape, dtype=torch_dtype(self.plan.accumulator))
+            none = torch.zeros(copy.shape, dtype=torch_dtype(self.plan.accumulator), device="cpu")
             self._stages.send_tie(i, self._copied.pop(i, none), owner)
 
     def _take_copied(self) -> None:
@@ -448,7 +450,7 @@ class PipelineEngine(Engine):
         for i, p, holders in self._lent:
             if i not in self._trained_ties:
                 continue
-            like = torch.empty(p.shape, dtype=torch_dtype(self.plan.accumulator))
+            like = torch.empty(p.shape, dtype=torch_dtype(self.plan.accumulator), device="cpu")
             for holder in holders:
                 self.hooks.bring(self._indices[id(p)], self._stages.receive_tie(i, like, holder))
 
@@ -479,7 +481,7 @@ class PipelineEngine(Engine):
                 for holder in holders:
                     self._stages.send_tie(i, p.detach(), holder)
             for i, copy, owner in self._copies:
-                copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), owner)
+                copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype, device="cpu"), owner)
             self._stages.hops.finish()
         self._lent_versions = self._versions_of_lent()
 

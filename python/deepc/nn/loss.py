@@ -222,7 +222,7 @@ def _run(
     logits[
         :, classes:
     ].zero_()  # oneDNN's bf16 product reads to the end of its tile: a NaN that lies there would come through
-    none = torch.empty(0, device=hidden.device)
+    none = torch.empty(0, device=hidden.device, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden) if wants[0] else hidden.new_empty(0)
     # a single chunk needs no accumulator, unless what is wanted of it is wider
     sums = dtype if n <= rows and dtype == weight_dtype else torch.float32
@@ -351,7 +351,11 @@ def _forward(
         _kept_dtype(h.dtype),
     )
     count = (y != ignore_index).sum() if mean else None
-    factor = (1.0 / count.clamp(min=1)).float() if late and count is not None else torch.ones((), device=h.device)
+    factor = (
+        (1.0 / count.clamp(min=1)).float()
+        if late and count is not None
+        else torch.ones((), device=h.device, dtype=torch.float32)
+    )
     if REDUCTIONS[reduction] == "none":
         loss = _spread(losses, index, torch.empty(labels.shape, dtype=torch.float32, device=h.device))
     else:

@@ -75,7 +75,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide = b.float()
     if a.shape[0] <= PANEL_ROWS:
         return (a.float() @ wide).to(a.dtype)
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     for i in range(0, a.shape[0], PANEL_ROWS):
         out[i : i + PANEL_ROWS].copy_(a[i : i + PANEL_ROWS].float() @ wide)
     return out
@@ -86,7 +86,7 @@ def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1
     bias = c.float()
     if a.shape[0] <= PANEL_ROWS:
         return torch.addmm(bias, a.float(), wide, beta=beta, alpha=alpha).to(a.dtype)
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     bias = bias.expand(a.shape[0], b.shape[1])
     for i in range(0, a.shape[0], PANEL_ROWS):
         out[i : i + PANEL_ROWS].copy_(

@@ -45,18 +45,18 @@ class PackedCollator:
         rows = self._rows([len(ids) for ids, _ in pairs])
         total = sum(len(ids) for ids, _ in pairs)
         length = self.length or -(-total // self.multiple_of) * self.multiple_of
-        ids = torch.full((len(rows), length), self.pad_id)
-        labels = torch.full((len(rows), length), self.ignore_index)
-        positions = torch.empty((len(rows), length), dtype=torch.int64)
+        ids = torch.full((len(rows), length), self.pad_id, dtype=torch.int64, device="cpu")
+        labels = torch.full((len(rows), length), self.ignore_index, dtype=torch.int64, device="cpu")
+        positions = torch.empty((len(rows), length), dtype=torch.int64, device="cpu")
         for r, row in enumerate(rows):
             at = 0
             for i in row:
                 end = at + len(pairs[i][0])
                 ids[r, at:end], labels[r, at:end] = pairs[i]
                 labels[r, at] = self.ignore_index
-                positions[r, at:end] = torch.arange(end - at)
+                positions[r, at:end] = torch.arange(end - at, device="cpu")
                 at = end
-            positions[r, at:] = torch.arange(length - at)  # the filling sees itself alone
+            positions[r, at:] = torch.arange(length - at, device="cpu")  # the filling sees itself alone
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def _tokens(self, index: int, sample: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +66,7 @@ class PackedCollator:
                 f"sample {index} of the batch has {', '.join(map(repr, names))}: expected 'input_ids', and 'labels' and"
                 " 'attention_mask' at most; leave other columns out of the dataset"
             )
-        found = {k: torch.as_tensor(sample[k], dtype=torch.int64) for k in _KEYS if k in sample}
+        found = {k: torch.as_tensor(sample[k], dtype=torch.int64, device="cpu") for k in _KEYS if k in sample}
         ids = found["input_ids"]
         for name, x in found.items():
             if x.dim() != 1 or len(x) != len(ids):

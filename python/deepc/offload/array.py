@@ -145,7 +145,7 @@ class DiskArray:
         self.nbytes = self.blocks * self._block_bytes
         self._own = None if path else Nameless(folder)
         self.path = path or (self._own.path if self._own is not None else "")
-        self.sums = torch.empty(self.blocks, dtype=torch.int32) if sums is None else sums
+        self.sums = torch.empty(self.blocks, dtype=torch.int32, device="cpu") if sums is None else sums
         if self.sums.dtype != torch.int32 or self.sums.numel() != self.blocks:
             raise ArgumentError(f"{what}: a table of {self.blocks} int32 checksums is needed, got {self.sums.numel()}")
         try:
@@ -153,7 +153,7 @@ class DiskArray:
         except DiskError as exc:
             raise type(exc)(self._told(exc)) from exc
         if not path:
-            zero = torch.zeros(BLOCK, dtype=dtype)
+            zero = torch.zeros(BLOCK, dtype=dtype, device="cpu")
             self.sums.fill_(ctypes.c_int32(C.dc_crc32c(0, zero.data_ptr(), zero.nbytes)).value)
         self.bytes_read = self.bytes_written = 0
         self.mending = False  # all is about to be written anew: what can't be read is zeros to `put`
@@ -186,7 +186,7 @@ class DiskArray:
 
     def get(self, begin: int, n: int) -> torch.Tensor:
         """[n] elements in memory of their own."""
-        return self.read(begin, torch.empty(n, dtype=self.dtype))
+        return self.read(begin, torch.empty(n, dtype=self.dtype, device="cpu"))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
     def write_async(self, begin: int, values: torch.Tensor) -> Handle:
@@ -327,7 +327,7 @@ class DiskPlaces:
 
     def get(self, place: DiskPlace, dtype: torch.dtype) -> torch.Tensor:
         """The values at `place`, 1-D, in memory of their own."""
-        out = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype)
+        out = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
         if not place.nbytes:
             return out
         self._tell(lambda: self._file.read(out.view(torch.uint8), place.offset))

@@ -26,7 +26,7 @@ class Away:
         self._held: torch.Tensor | None = values  # on the device, until it is copied
         self._version = values._version
         self._modified = False
-        self._host: torch.Tensor | None = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._host: torch.Tensor | None = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._spilled: Spilled | None = None
         self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
         now = torch.cuda.current_stream(values.device)

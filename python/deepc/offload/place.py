@@ -27,7 +27,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes >= 1 << 20:
         return memory.zeros(numel, dtype).view(shape)
-    raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
+    raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device="cpu")
     skip = -raw.data_ptr() % ALIGN
     return raw[skip : skip + nbytes].view(dtype).view(shape)
 

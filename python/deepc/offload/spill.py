@@ -72,7 +72,7 @@ class Spilled:
     def _fetch(self) -> None:
         """Starts to read it, where it is neither in memory nor on its way."""
         if self._held is None and self._io is None:
-            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._spill.locked)
+            self._coming = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._spill.locked, device="cpu")
             self._io = self._spill._file.read_async(self._coming, self._offset)
 
     def _settle(self) -> None:

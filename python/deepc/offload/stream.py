@@ -184,7 +184,7 @@ class Stream(Opened):
         for cell in range(self.cells):
             for place, (name, dtype) in enumerate(self.arrays.items()):
                 try:
-                    self.read(name, cell * self.cell_elems // self.per[name], torch.empty(1, dtype=dtype))
+                    self.read(name, cell * self.cell_elems // self.per[name], torch.empty(1, dtype=dtype, device="cpu"))
                 except DiskError:
                     call("dc_stream_drop", self._opened(), place, cell)
                     found += 1

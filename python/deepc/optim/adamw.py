@@ -92,12 +92,12 @@ class AdamW(Optimizer):
             group.setdefault("decoupled_weight_decay", self._decoupled)
         for kept in self.state.values():
             if "step" in kept and not torch.is_tensor(kept["step"]):  # of torch before 1.12
-                kept["step"] = torch.tensor(float(kept["step"]))
+                kept["step"] = torch.tensor(float(kept["step"]), dtype=torch.float32, device="cpu")
 
     def _state_of(self, p: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             names = (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS
             dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
             form = self._packed(p)

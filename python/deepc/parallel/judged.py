@@ -38,7 +38,7 @@ class Parts:
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)
-        message = ride.message(torch.tensor([mine], dtype=torch.float64), torch.device("cpu"))
+        message = ride.message(torch.tensor([mine], dtype=torch.float64, device="cpu"), torch.device("cpu"))
         gathered = self._everyone.gather_all(message)
         ride.arrive(gathered)
         return [float(gathered[rank, -1]) for rank in self._firsts]

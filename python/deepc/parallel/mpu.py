@@ -129,7 +129,7 @@ def compare_again(
             return
         due = 1 << steps.bit_length()
         named = list(parameters())
-        told = gather_all(torch.tensor(_checksums(t for _, t in named)))
+        told = gather_all(torch.tensor(_checksums(t for _, t in named), device="cpu"))
         for ranks in groups:
             for at, rank in enumerate(ranks):
                 if torch.equal(told[rank], told[ranks[0]]):

@@ -25,7 +25,7 @@ class Saved:
         self.nbytes = x.numel() * x.element_size()
         per = -(-self.nbytes // group.size // _LINE) * _LINE
         begin = min(group.rank * per, self.nbytes)
-        part = torch.empty(per, dtype=torch.uint8)
+        part = torch.empty(per, dtype=torch.uint8, device="cpu")
         mine = _bytes(x)[begin : begin + per]
         part[: mine.numel()].copy_(mine)
         self._part = keep(part)
@@ -57,7 +57,9 @@ class Partition:
         if (known := self._known.get(key)) is not None:
             return known
         word = C.dc_crc32c(0, x.data_ptr(), x.numel() * x.element_size())
-        mine = torch.tensor([word, hash((tuple(x.shape), tuple(x.stride()), x.element_size()))], dtype=torch.int64)
+        mine = torch.tensor(
+            [word, hash((tuple(x.shape), tuple(x.stride()), x.element_size()))], dtype=torch.int64, device="cpu"
+        )
         if not bool((self._group.rows_of(mine).view(-1, 2) == mine).all()):
             self.bytes_whole += x.numel() * x.element_size()
             return None

@@ -182,7 +182,7 @@ class Home:
         they live and have one size. Collective: they were taken in the same order everywhere."""
         living = [r() for r in self.taken]
         mine = [0 if p is None else 2 * p.nbytes + 2 + self._is_moved(p, arena) for p in living]
-        ranks = self.group.gather_all(torch.tensor(mine))
+        ranks = self.group.gather_all(torch.tensor(mine, device="cpu"))
         alike = (ranks > 0).all(0) & (ranks // 2 == ranks[0] // 2).all(0)
         found = alike & (ranks % 2).any(0)
         return [p for p, is_found in zip(living, found.tolist(), strict=True) if is_found and p is not None]
@@ -206,7 +206,7 @@ class Home:
 
     def _finish_arena(self, arena: _Arena) -> None:
         moved = any(self._is_moved(p, arena) for r in self.taken if (p := r()) is not None)
-        if self.group.gather_all(torch.tensor([int(moved)])).any():
+        if self.group.gather_all(torch.tensor([int(moved)], device="cpu")).any():
             gc.collect()  # what is garbage on one rank and not yet on another must not count
             for p in self._moved(arena):
                 self.take(p, p.dtype)
@@ -279,7 +279,7 @@ def adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> Non
                 stray = i
     for home in homes.values():
         if home.arena is not None:
-            for rank, i in enumerate(home.group.gather_all(torch.tensor([stray])).view(-1).tolist()):
+            for rank, i in enumerate(home.group.gather_all(torch.tensor([stray], device="cpu")).view(-1).tolist()):
                 if i >= 0:
                     raise StrayWriteError(
                         f"parameter '{named[i][0]}' was written on rank {rank} after zero.Init. It lies in memory that"

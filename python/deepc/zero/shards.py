@@ -158,7 +158,7 @@ class Shards:
             n = -(-value.numel() // self._world)
             mine = value[self._rank * n : (self._rank + 1) * n]
             if mine.numel() < n or self._disk is None:
-                padded = torch.zeros(n, dtype=value.dtype)
+                padded = torch.zeros(n, dtype=value.dtype, device="cpu")
                 padded[: mine.numel()].copy_(mine)
                 mine = padded
             if self._disk is not None:
@@ -311,7 +311,7 @@ class Late:
         p.__class__ = torch.nn.Parameter
         del p._deepc_owner  # type: ignore[attr-defined]
         with torch.no_grad():
-            p.data = value() if read else torch.empty(p.shape, dtype=p.dtype)
+            p.data = value() if read else torch.empty(p.shape, dtype=p.dtype, device="cpu")
 
 
 def without_memory(p: torch.Tensor) -> torch.Tensor:

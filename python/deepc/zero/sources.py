@@ -186,8 +186,8 @@ class Exchange:
 
     def table(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, in rank order."""
-        mine = torch.tensor(row, dtype=torch.int64)
-        rows = torch.empty(self.world * mine.numel(), dtype=torch.int64)
+        mine = torch.tensor(row, dtype=torch.int64, device="cpu")
+        rows = torch.empty(self.world * mine.numel(), dtype=torch.int64, device="cpu")
         with self.errors():
             _all_gather(rows, mine, group=self._control)
         return cast("list[list[int]]", rows.view(self.world, -1).tolist())
@@ -199,7 +199,7 @@ class Exchange:
 
     def whole(self, mine: torch.Tensor) -> torch.Tensor:
         """[ranks * n] every rank's mine [n]."""
-        out = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
+        out = torch.empty(self.world * mine.numel(), dtype=mine.dtype, device="cpu")
         if out.numel():
             work = self.gather(out.view(torch.uint8), mine.view(torch.uint8))
             with self.errors():

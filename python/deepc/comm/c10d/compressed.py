@@ -62,9 +62,9 @@ class ErrorFeedback:
                 " tensor or the group has changed"
             )
         if self.worker is None:
-            self.worker = torch.zeros(n)
+            self.worker = torch.zeros(n, dtype=torch.float32, device="cpu")
         if server and self.server is None:
-            self.server = torch.zeros(server)
+            self.server = torch.zeros(server, dtype=torch.float32, device="cpu")
 
     def reset(self) -> None:
         """Forgets the errors; the next call begins with zeros, of any size."""
@@ -182,7 +182,7 @@ def _encode_slices(
     """One payload per destination, uint8 [world, nbytes of the longest]."""
     lengths = [length for _, _, length in spans]
     make = torch.empty if min(lengths) == max(lengths) else torch.zeros  # bytes that no slice fills are sent too
-    out = make(world, codec.nbytes(max(lengths)), dtype=torch.uint8)
+    out = make(world, codec.nbytes(max(lengths)), dtype=torch.uint8, device="cpu")
     for rank, begin, length in spans:
         if length:
             piece = slice(begin, begin + length)
@@ -229,9 +229,9 @@ def all_gather_begin(
         return _count("all_gather", 0, 0), lambda: None
     if state is not None:
         state._open(n, world, rank, 0)
-    mine = torch.empty(codec.nbytes(n), dtype=torch.uint8)
+    mine = torch.empty(codec.nbytes(n), dtype=torch.uint8, device="cpu")
     codec.encode(mine, x, state.worker if state else None)
-    rows = torch.empty(world, mine.numel(), dtype=torch.uint8)
+    rows = torch.empty(world, mine.numel(), dtype=torch.uint8, device="cpu")
     work = _gather(rows.view(-1), mine, group=group, async_op=async_op)
 
     def finish(sending: torch.Tensor = mine) -> None:  # lives until it has been sent
@@ -276,7 +276,7 @@ def reduce_scatter(
         state._open(x.numel(), world, rank, 0)
     payloads = _encode_slices(x, world, codec, state.worker if state else None, [(r, r * n, n) for r in range(world)])
     got = _exchange(payloads, group)
-    acc = out if out.dtype == torch.float32 else torch.empty(n)
+    acc = out if out.dtype == torch.float32 else torch.empty(n, dtype=torch.float32, device="cpu")
     _sum_rows(acc, got, codec, op)
     if acc is not out:
         torch.ops.deepc.cast_tensor(acc, out, 1.0)
@@ -300,9 +300,9 @@ def all_reduce(x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback
         state._open(n, world, rank, size)
     spans = list(_slices(n, world))
     got = _exchange(_encode_slices(x, world, codec, state.worker if state else None, spans), group)
-    mine = torch.zeros(got.shape[1], dtype=torch.uint8)
+    mine = torch.zeros(got.shape[1], dtype=torch.uint8, device="cpu")
     if length:
-        acc = torch.empty(length)
+        acc = torch.empty(length, dtype=torch.float32, device="cpu")
         _sum_rows(acc, got, codec, op)
         server = state.server if state else None
         codec.encode(mine[: codec.nbytes(length)], acc, None if server is None else server[:length])

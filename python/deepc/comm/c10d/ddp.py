@@ -110,7 +110,10 @@ class HookState:
         n = sum(p.numel() for p in parameters)
         device = parameters[0].device
         if any(e is not None for e in owed):
-            parts = [torch.zeros(p.numel()) if e is None else e.view(-1) for p, e in zip(parameters, owed)]
+            parts = [
+                torch.zeros(p.numel(), dtype=torch.float32, device="cpu") if e is None else e.view(-1)
+                for p, e in zip(parameters, owed)
+            ]
             worker = torch.cat([part.to(device) for part in parts])
         if self.hierarchical:
             wire = OneBitAllReduce(n, self.group, block=cast(OneBit, self.codec).block, device=device)

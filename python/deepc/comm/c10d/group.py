@@ -12,9 +12,9 @@ mismatch or a death is told there as well.
 The communicator is opened with the group, which is collective already: a first send between two ranks can't wait for
 the others.
 
-Asynchronous calls run inline or in the group's progress thread (progress.py says which). Inline an error is raised by
-the call itself, in the thread by Work.wait() and by the future. A synchronous call waits for all asynchronous ones
-before it.
+Asynchronous calls run in the group's progress thread or, with DEEPC_PROGRESS=inline, at once (progress.py). Inline an
+error is raised by the call itself, in the thread by Work.wait() and by the future. A synchronous call waits for all
+asynchronous ones before it.
 
 What a call costs here besides the C core's work: the five calls that training makes have a fast path for one strided,
 contiguous CPU tensor and no async_op. dist.all_reduce of 4 KiB, one rank, microseconds of CPU time, best of 40 x 500
@@ -45,6 +45,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core import env
 from ...core.foreign import private
 from ...core.lib import C, check
 from ...core.telemetry.caller import caller_line
@@ -53,7 +54,7 @@ from .. import shared
 from ..calls import backend_method
 from ..place import Places, discover
 from .fast import FastPaths
-from .progress import Progress, choose
+from .progress import Progress, choose, make_progress
 from .tensors import (
     adjacent,
     are_fake,
@@ -196,6 +197,8 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         places = discover(store, self._rank, self._size)
         if places.topology.count > 1:
             self._comm = self._open_hierarchy(store, places)
+            if self._comm is not None:
+                self._progress = make_progress(self._label, self._size, env.text("DEEPC_PROGRESS"))
             return
         slot_bytes, slots = DEFAULT_STAGING if self._is_default else SUBGROUP_STAGING
         comm = shared.open_comm(
@@ -211,7 +214,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         )
         mode = choose(comm)
         _log.debug("group %s: %d ranks of one node, asynchronous calls run %s", self._label, self._size, mode)
-        self._progress = Progress(self._label) if mode == "thread" else None
+        self._progress = make_progress(self._label, self._size, mode)
         self._comm = self._quick = comm
 
     @property
@@ -388,7 +391,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         limit, progress = limit_of(opts), self._progress
         if limit is not None and hasattr(core, "set_timeout"):
             job = self._limited(core, limit, job)
-        if progress is not None and not progress.here() and getattr(opts, "asyncOp", True):
+        if progress is not None and getattr(opts, "asyncOp", True) and progress.takes():
             where = caller_line(2)
             work: dist.Work = progress.submit(
                 lambda: self._explained(job, name, tensors, where), result, lambda: self._what(name, tensors), where
@@ -434,7 +437,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         except IndexError:
             kept = None
         if kept is None or kept.numel() < nbytes:
-            kept = torch.empty(nbytes, dtype=torch.uint8)
+            kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         try:
             yield kept[:nbytes].view(dtype)
         finally:
@@ -683,7 +686,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         def job() -> None:
             for output, parts in zip(outputs, lists):
                 whole = prepare(dense_of(parts[0]) if len(parts) == 1 else joined(parts))
-                room = room_for(output) if whole.dtype == output.dtype else torch.empty(output.shape, dtype=whole.dtype)
+                room = (
+                    room_for(output)
+                    if whole.dtype == output.dtype
+                    else torch.empty(output.shape, dtype=whole.dtype, device="cpu")
+                )
                 core.reduce_scatter(as_real(room, op), as_real(whole, op), op, **more)
                 store_into(output, room)
 

@@ -7,6 +7,13 @@ when the group was opened. Every rank could choose for itself, since the order o
 measurement has to be taken by all, so they decide together, when the communicator opens and not at the first
 asynchronous call: whether a call is asynchronous may differ between ranks.
 
+A call that blocks its caller may wait for what the caller would do next: rank 0 begins an all_reduce, receives from
+rank 1, then waits for the all_reduce, while rank 1 sends before it comes to its own. So the inline of "auto" is the
+thread and a caller that waits for it, but for PATIENCE_S only: then the Work is returned unfinished. Not in a backward
+pass, where calls run at once: DDP and FSDP make them there, all ranks in one order and no messages between them, and an
+error keeps its type only if the call raises it (as a future's, C++ makes a RuntimeError of it). What was asked for by
+DEEPC_PROGRESS=inline has no thread and no such way out.
+
 Why "no core to spare" is inline without measuring: measure() on 2 ranks and 2 cores, 7 times each: the thread took 1.07
 times as long as inline with 256 KiB and 1.18 times with 64 KiB (medians; 0.6 to 1.6, since others used the machine):
 nothing to gain, and a choice by chance.
@@ -28,6 +35,7 @@ from typing import Any
 import torch
 
 from ...core import env
+from ...core.foreign import private
 from ...core.lib import C, Call, check
 from ...core.telemetry.caller import speak_for
 from ...errors import CommError
@@ -38,15 +46,17 @@ MODES = ("auto", "inline", "thread")  # of DEEPC_PROGRESS
 GAIN = 0.9  # the thread is taken if it needs at most this share of the time inline
 ROUNDS, TRIALS, ROUND_BYTES = 8, 3, 256 << 10
 _CALL_USER = 9  # DC_CALL_USER
+# Longer than ranks usually come after each other, so that what waits so long may wait for its own caller.
+PATIENCE_S = 0.01
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------
 class Progress:
     """Runs calls in the order in which they were submitted, in a thread that starts with the first. The calls release
-    the GIL."""
+    the GIL. patience: seconds that who submits one waits for it."""
 
-    def __init__(self, label: str) -> None:
-        self._label, self._lock = label, threading.Lock()
+    def __init__(self, label: str, patience: float = 0.0) -> None:
+        self._label, self._patience, self._lock = label, patience, threading.Lock()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ident, self._pid, self._closed = 0, os.getpid(), False
@@ -55,6 +65,11 @@ class Progress:
     def here(self) -> bool:
         """True in the thread itself: a callback of a future calls a collective."""
         return get_ident() == self._ident
+
+    def takes(self) -> bool:
+        """Whether an asynchronous call of this thread is to be submitted; else it runs in the caller, after all that
+        were."""
+        return not self.here() and not (self._patience and private.graph_task_id() != -1)
 
     def submit(
         self, job: Callable[[], None], tensors: Sequence[torch.Tensor], what: Callable[[], str], where: bytes
@@ -73,6 +88,8 @@ class Progress:
                 self._thread.start()
             self.last = work
             self._queue.put((work, job))
+        if self._patience:
+            work.join(self._patience)
         return work
 
     def drain(self, seconds: float = -1) -> bool:
@@ -115,6 +132,14 @@ class Progress:
 
 
 # ---- inline or thread ------------------------------------------------------------------------------------------------
+def make_progress(label: str, size: int, mode: str) -> Progress | None:
+    """What runs the asynchronous calls of a group, by what choose() says; None: they run inline, whatever they wait
+    for."""
+    if mode == "thread":
+        return Progress(label)
+    return None if size == 1 or env.text("DEEPC_PROGRESS") == "inline" else Progress(label, PATIENCE_S)
+
+
 def choose(comm: shared.Comm) -> str:
     """ "inline" or "thread" for a communicator that was just opened. Collective if any rank has DEEPC_PROGRESS=auto, so
     always."""
@@ -168,7 +193,7 @@ def measure(comm: shared.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]
     in a thread. The computation takes about as long as the reduction, where overlap can gain most. Collective; takes
     about ten milliseconds.
     """
-    source = torch.ones(nbytes // 4)
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
     out = torch.empty_like(source)
     address, count, size = source.data_ptr(), source.numel(), comm.size
 
@@ -178,7 +203,8 @@ def measure(comm: shared.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]
 
         _step(comm, lambda slot: ctypes.memmove(slot, address, nbytes), read)
 
-    a, b, c = torch.ones(128, 128), torch.ones(128, 128), torch.empty(128, 128)
+    a = torch.ones(128, 128, dtype=torch.float32, device="cpu")
+    b, c = torch.ones_like(a), torch.empty_like(a)
 
     def seconds(fn: Callable[[], Any]) -> float:
         began = time.perf_counter()

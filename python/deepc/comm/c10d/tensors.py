@@ -41,7 +41,7 @@ def dense_of(t: torch.Tensor) -> torch.Tensor:
 
 def room_for(t: torch.Tensor) -> torch.Tensor:
     """Dense memory for an output of its shape: itself if it is dense."""
-    return t if is_dense(t) else torch.empty(t.shape, dtype=t.dtype)
+    return t if is_dense(t) else torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
 
 def store_into(t: torch.Tensor, dense: torch.Tensor) -> None:

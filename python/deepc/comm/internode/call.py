@@ -91,7 +91,7 @@ class Reduction:
         if self.wide:
             call("dc_reduce_acc", part, src, len(sources), self.code, count, 1, None)
         elif self._scaled_first:
-            scratch = torch.empty(count)
+            scratch = torch.empty(count, dtype=torch.float32, device="cpu")
             call("dc_reduce_acc", scratch.data_ptr(), src, len(sources), self.code, count, 1, None)
             call("dc_cast", part, self.code, scratch.data_ptr(), _F32, self._scale, count)
         else:

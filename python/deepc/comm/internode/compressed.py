@@ -254,7 +254,7 @@ class OneBitAllReduce:
             raise ArgumentError(f"numel={numel}: it is a number of elements")
         if self.chunk < block or self.chunk % block:
             raise ArgumentError(f"chunk={chunk}: it must be a multiple of the block of {block}")
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device, dtype=torch.float32).device  # with its index
         if self.device.type not in ("cpu", "cuda"):
             raise ArgumentError(f"OneBitAllReduce on {self.device}: tensors are on the CPU or on a GPU of CUDA")
         self._alone = not dist.is_initialized()
@@ -289,8 +289,8 @@ class OneBitAllReduce:
         self._chunks = self._cut()
         last = self._chunks[-1] if self._chunks else None
         self._errors = {
-            "worker": torch.zeros(last.worker.slice.stop if last else 0, device=self.device),
-            "server": torch.zeros(last.server.slice.stop if last else 0, device=self.device),
+            "worker": torch.zeros(last.worker.slice.stop if last else 0, device=self.device, dtype=torch.float32),
+            "server": torch.zeros(last.server.slice.stop if last else 0, device=self.device, dtype=torch.float32),
         }
         self._buffers: dict[tuple[str, bool, int], torch.Tensor] = {}
         self.sent_bytes = self.dense_bytes = 0
@@ -312,6 +312,7 @@ class OneBitAllReduce:
         mine = torch.tensor(
             [self.numel, self.codec.block, self.chunk, int(self.hierarchical), holes],
             device=carrier_of(group, self.device),
+            dtype=torch.int64,
         )
         rows = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(rows, mine, group=group)
@@ -526,7 +527,7 @@ class OneBitAllReduce:
     def owed(self) -> torch.Tensor:
         """[numel], fp32, on `device`: what the averages of these calls still lack, as an input of this rank: its
         average over the ranks is all of it, so that it can be added to other tensors of the same elements."""
-        out = torch.zeros(self.numel, device=self.device)
+        out = torch.zeros(self.numel, device=self.device, dtype=torch.float32)
         shares = {"worker": self._world / self.workers, "server": float(self._world)}
         for name, spans in self.owned().items():
             parts = self._errors[name].split([end - begin for begin, end in spans]) if spans else ()
@@ -596,7 +597,7 @@ class OneBitColumn(OneBitAllReduce):
         """group: an engine's of all ranks; its counterparts pass the same numbers. chunk: a multiple of `block`.
         device: see OneBitAllReduce."""
         self.numel, self.codec, self.chunk, self.hierarchical = int(numel), OneBit(block), int(chunk), True
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=device, dtype=torch.float32).device
         self._rank, self._world, self._holes, self._node = group.rank, group.world, None, None
         self._alone = group.world == 1
         self._columns, self._column, self.workers, self._worker = 1, 0, group.nodes, group.node

@@ -40,10 +40,10 @@ def requantized(plan: Plan, master: torch.Tensor, dtype: torch.dtype) -> torch.T
     codec = parameter_codec(plan)
     if codec is None:
         return master.to(dtype)
-    out = torch.empty(master.numel(), dtype=dtype)
+    out = torch.empty(master.numel(), dtype=dtype, device="cpu")
     for own in plan.slices:
         piece = slice(own.shard_begin, own.shard_begin + own.length)
-        payload = torch.empty(codec.nbytes(own.length), dtype=torch.uint8)
+        payload = torch.empty(codec.nbytes(own.length), dtype=torch.uint8, device="cpu")
         codec.encode(payload, master[piece])
         codec.decode(out[piece], payload)
     return out
@@ -56,7 +56,7 @@ class Crossing:
     def __init__(self, codec: Codec, nodes: int, here: int) -> None:
         """here: this node."""
         self.codec, self._nodes, self._here = codec, nodes, here
-        self._none = torch.empty(0, dtype=torch.float64)
+        self._none = torch.empty(0, dtype=torch.float64, device="cpu")
         # a slice is cast and added up in one call each
         self._whole = codec.dtype if isinstance(codec, Plain) and codec.shares == 1 else None
         self.straight = self._whole == torch.float32  # not even cast: slices go as they lie
@@ -107,7 +107,7 @@ def sum_over_nodes(group: MultiNodeGroup, x: torch.Tensor, codec: Codec) -> None
             values = torch.cat([values, values.new_zeros(size - values.numel())])
         payload = values.view(torch.uint8)
         if not crossing.straight:
-            payload = torch.zeros(nodes * codec.nbytes(size // nodes), dtype=torch.uint8)
+            payload = torch.zeros(nodes * codec.nbytes(size // nodes), dtype=torch.uint8, device="cpu")
             crossing.encode(payload, values)
         out = torch.empty_like(payload)
         arriving.append((begin, values, out, group.exchange(out, payload, "gradients")))
@@ -115,7 +115,9 @@ def sum_over_nodes(group: MultiNodeGroup, x: torch.Tensor, codec: Codec) -> None
     def add() -> None:
         begin, values, received, sent = arriving.popleft()
         sent.wait()
-        mine, whole, m = torch.empty(size // nodes), torch.empty(size), size // nodes
+        m = size // nodes
+        mine = torch.empty(m, dtype=torch.float32, device="cpu")
+        whole = torch.empty(size, dtype=torch.float32, device="cpu")
         crossing.add(mine, received, values[here * m : (here + 1) * m], True)
         returning.append((begin, whole, group.collect(whole, mine, "gradients")))
 

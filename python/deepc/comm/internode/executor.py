@@ -70,12 +70,14 @@ class Executor:
         self._frame = -(-(HEADER + self._inline + 16 * topology.count) // ALIGN) * ALIGN
         self._leads = self._slice < topology.leaders
         # frames of large calls
-        self._heads = torch.zeros((topology.count + 1) * self._frame if self._leads else 0, dtype=torch.uint8)
+        self._heads = torch.zeros(
+            (topology.count + 1) * self._frame if self._leads else 0, dtype=torch.uint8, device="cpu"
+        )
         self._head, self._tag, self._note = b"", 0, ""
         self._jobs: dict[tuple[str, str], Job] = {}
         self._segment: shared.Segment | None = None
         self._base = self._slot_bytes = self._slot = self._seq = 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._lock = threading.RLock()
 
     # ---- execution ---------------------------------------------------------------------------------------------------

@@ -217,8 +217,8 @@ class Hierarchy(Executor):
         """
         shared.require_counts(out, out_counts, tensor, in_counts, self.size)
         with self._lock:
-            mine = torch.tensor([*in_counts, *out_counts], dtype=torch.int64)
-            everyone = torch.empty(self.size * 2 * self.size, dtype=torch.int64)
+            mine = torch.tensor([*in_counts, *out_counts], dtype=torch.int64, device="cpu")
+            everyone = torch.empty(self.size * 2 * self.size, dtype=torch.int64, device="cpu")
             self._run(
                 self._call("all_to_allv", tensor, mine.numel()),
                 lambda small: plan_all_gather(self.topology, self.rank, mine.numel(), small),
@@ -271,7 +271,7 @@ class Hierarchy(Executor):
         """Leaves the group. Peers that still wait for this rank get RankDiedError. Not collective; a second close does
         nothing."""
         with self._lock:
-            self._segment, self._bytes = None, torch.empty(0, dtype=torch.uint8)
+            self._segment, self._bytes = None, torch.empty(0, dtype=torch.uint8, device="cpu")
             self.link.close()
             self.node.close()
 

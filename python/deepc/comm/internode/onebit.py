@@ -102,7 +102,11 @@ class NodeExchange(GroupExchange):
     def mean(self, tensors: Sequence[torch.Tensor]) -> None:
         if not isinstance(self._nodes, MultiNodeGroup):
             return
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors]) if tensors else torch.empty(0)
+        flat = (
+            torch.cat([t.detach().reshape(-1) for t in tensors])
+            if tensors
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         sum_over_nodes(self._nodes, flat, Plain(torch.float32))
         flat.mul_(1.0 / self.workers)
         for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
@@ -113,11 +117,13 @@ class NodeExchange(GroupExchange):
         return OneBitColumn(numel, self._nodes, block=BLOCK, chunk=chunk, device=self._device)
 
     def shared(self, values: Sequence[float]) -> list[list[float]]:
-        rows: list[list[float]] = self._inside.gather_all(torch.tensor(list(values), dtype=torch.float64)).tolist()
+        rows: list[list[float]] = self._inside.gather_all(
+            torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        ).tolist()
         return rows
 
     def agreed(self, values: Sequence[float]) -> list[float]:
-        rows = self._nodes.gather_all(torch.tensor(list(values), dtype=torch.float64)).tolist()
+        rows = self._nodes.gather_all(torch.tensor(list(values), dtype=torch.float64, device="cpu")).tolist()
         first = self._nodes.ranks_of(0) if isinstance(self._nodes, MultiNodeGroup) else range(self.world)
         return [float(sum(rows[r][i] for r in first)) for i in range(len(values))]
 

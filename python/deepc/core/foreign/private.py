@@ -58,7 +58,8 @@ NAMES = (
     ),
     Private(
         "torch._C._current_graph_task_id",
-        "zero/streamed, zero/step/hooks, engine/states, observe/profile: whether this thread is inside a backward",
+        "comm/c10d, zero/streamed, zero/step/hooks, engine/states, observe/profile: whether this thread is inside a"
+        " backward",
         "2.0",
         "gradients of a backward that deepc did not start are not reduced at its end; streamed mode can't tell forward"
         " from recomputation",

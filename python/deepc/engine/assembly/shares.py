@@ -90,7 +90,7 @@ def keep_comparing(engine: EngineBase) -> None:
     named = {n: _Access(engine, p) for n, p in trained if id(p) not in engine.cuts}
     # Each rank compares what it owns. Where experts are cut unevenly, ranks with the same replicas own other elements.
     owned = zlib.crc32(str([(n, [(s.param_begin, s.length) for s in a.mine]) for n, a in named.items()]).encode())
-    told = everyone.gather_all(torch.tensor([owned])).view(-1).tolist()
+    told = everyone.gather_all(torch.tensor([owned], device="cpu")).view(-1).tolist()
     alike = all(told[r] == told[ranks[0]] for ranks in groups for r in ranks)
     engine.unequal_replicas = compare_again(
         everyone.gather_all,
@@ -209,7 +209,7 @@ def _connected(engine: EngineBase, mesh: Mesh) -> Mesh:
     except DeepcError as exc:
         failure = exc
     together(engine.everyone, failure)
-    size = one_size(engine.everyone.gather_all(torch.tensor([size])).view(-1).tolist())
+    size = one_size(engine.everyone.gather_all(torch.tensor([size], device="cpu")).view(-1).tolist())
     if size > 1:
         mesh = mesh_with_experts(mesh, size)
         connect(module, expert_group(mesh))
@@ -251,7 +251,9 @@ def check_numbers(engine: EngineBase) -> None:
         return
     alike = [i for i, p in enumerate(state.trained) if id(p) not in engine.cuts and id(p) not in engine.spread]
     places = zlib.crc32(str([(state.names[i], state.plan.layout.offsets[i]) for i in alike]).encode())
-    told = engine.everyone.gather_all(torch.tensor([engine.mesh.coordinates(engine.everyone.rank).pp, places])).tolist()
+    told = engine.everyone.gather_all(
+        torch.tensor([engine.mesh.coordinates(engine.everyone.rank).pp, places], device="cpu")
+    ).tolist()
     if len({tuple(row) for row in told}) > len({stage for stage, _ in told}):
         raise UnsupportedError(
             f'optimizer.params.state_dtype "{rule.form}" with shards of unequal sizes (heads, or a width, that the'

@@ -270,7 +270,10 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
     """The optimizer over the model's own parameters: the one given, the configuration's, or AdamW."""
     cfg, optimizer = engine._config.optimizer, given.optimizer
     if is_for_evaluation(engine, given):
-        return torch.optim.SGD(list(engine.module.parameters()) or [torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        return torch.optim.SGD(
+            list(engine.module.parameters()) or [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))],
+            lr=0.0,
+        )
     params = (
         list(given.model_parameters)
         if given.model_parameters is not None

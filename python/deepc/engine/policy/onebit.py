@@ -95,7 +95,9 @@ class RanksAsParts:
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)
-        message = ride.message(torch.tensor([mine / self.count], dtype=torch.float64), torch.device("cpu"))
+        message = ride.message(
+            torch.tensor([mine / self.count], dtype=torch.float64, device="cpu"), torch.device("cpu")
+        )
         gathered = self._group.gather_all(message)
         ride.arrive(gathered)
         return gathered[self.speakers, -1].tolist()

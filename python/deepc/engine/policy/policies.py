@@ -329,7 +329,7 @@ class AutomaticPrecision(Plain):
                 " nothing for fp32"
             )
         # the mode that training starts in is the fastest that all ranks' machines have
-        slow = group.gather_all(torch.tensor([float(engine.dtype == torch.float32)], dtype=torch.float64))
+        slow = group.gather_all(torch.tensor([float(engine.dtype == torch.float32)], dtype=torch.float64, device="cpu"))
         if any(slow.view(-1).tolist()):
             engine.dtype = torch.float32
         c = config.deepc.precision
@@ -429,7 +429,7 @@ class AutomaticPrecision(Plain):
         all ranks give up alike."""
         b = self._plans[dtype].bytes
         need = (b["params_private"] + b["master_private"]) * self._engine.plan.ranks_per_node + b["params_shared"]
-        mine = torch.tensor([memory.available()], dtype=torch.int64)
+        mine = torch.tensor([memory.available()], dtype=torch.int64, device="cpu")
         have = float(self._engine.group.gather_all(mine).min())
         return (
             f"that needs {need / 2**30:.2f} GiB on this node for a moment and {have / 2**30:.2f} GiB are left"

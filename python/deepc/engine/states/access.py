@@ -269,7 +269,7 @@ class _Access:
     def value(self) -> torch.Tensor:
         self._catch_up()
         failure: DiskError | None = None
-        found = torch.empty(0)
+        found = torch.empty(0, dtype=torch.float32, device="cpu")
         try:
             found = self.engine.state.full_param(self.index)
         except DiskError as exc:
@@ -405,7 +405,7 @@ class _Access:
         views = self._state_views(name)
         missing = any(s not in views for s in self.mine)
         if not optimizer.core and engine.world_size > 1:
-            missing = bool(engine.group.gather_all(torch.tensor([int(missing)], dtype=torch.int64)).any())
+            missing = bool(engine.group.gather_all(torch.tensor([int(missing)], dtype=torch.int64, device="cpu")).any())
         elif optimizer.core:
             missing = name not in self.state_names()
         if missing:
@@ -458,7 +458,11 @@ def module_state_dict(
         frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
         names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
         if engine.spread:
-            names = set(gather_experts({n: torch.zeros(1) for n in sorted(names)}, engine.module))
+            names = set(
+                gather_experts(
+                    {n: torch.zeros(1, dtype=torch.float32, device="cpu") for n in sorted(names)}, engine.module
+                )
+            )
         for name in names:
             out.pop(name, None)
     return out

@@ -341,7 +341,7 @@ class Moves:
 
     def measure(self, nbytes: int = 2 << 20, count: int = 12) -> Rates:
         """What the disk does with values like a block's, written one behind the other and read in the reverse order."""
-        values = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
+        values = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(count)]
         begin, busy, there = time.perf_counter(), 0.0, []
         for value in values:
             now = time.process_time()

@@ -81,7 +81,7 @@ class EMA:
             self._values = (
                 memory.zeros(owned, torch.float32, memory.COLORS["average"])
                 if where.type == "cpu"
-                else torch.zeros(owned, device=where)
+                else torch.zeros(owned, device=where, dtype=torch.float32)
             )
         if as_module:
             self._make_module()
@@ -269,7 +269,9 @@ class EMA:
         memo: dict[int, torch.nn.Parameter] = {}
         self._params: list[torch.nn.Parameter] = []
         for p, offset, n in zip(state.trained, layout.offsets, layout.numels):
-            memo[id(p)] = mine = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            memo[id(p)] = mine = torch.nn.Parameter(
+                torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False
+            )
             mine.data = self._own_flat()[offset : offset + n].view(p.shape)  # a version counter of its own
             self._params.append(mine)
         for _, p in state.frozen:
@@ -289,7 +291,7 @@ class EMA:
         stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
         take_in_writes(self.engine)
         for rank, i in enumerate(
-            self.engine.group.gather_all(torch.tensor([stray], dtype=torch.int64)).view(-1).tolist()
+            self.engine.group.gather_all(torch.tensor([stray], dtype=torch.int64, device="cpu")).view(-1).tolist()
         ):
             if i >= 0:
                 raise StrayWriteError(

@@ -92,11 +92,11 @@ class Recomputation(recomputation.Recomputation):
         if self._most is None or not self._own_data:
             return shapes
         kind = zlib.crc32(repr([len(s) for s in shapes]).encode())
-        told = torch.tensor([kind, -kind, sum(map(math.prod, shapes))], dtype=torch.float64)
+        told = torch.tensor([kind, -kind, sum(map(math.prod, shapes))], dtype=torch.float64, device="cpu")
         self._most(told)
         if told[0] != -told[1]:  # other tensors on other ranks: their elements are counted
             return ((int(told[2]),),)
-        sizes = torch.tensor([n for s in shapes for n in s], dtype=torch.float64)
+        sizes = torch.tensor([n for s in shapes for n in s], dtype=torch.float64, device="cpu")
         self._most(sizes)
         largest = iter(sizes.long().tolist())
         return tuple(tuple(next(largest) for _ in s) for s in shapes)
@@ -105,7 +105,7 @@ class Recomputation(recomputation.Recomputation):
         if self._most is None:
             return calls, outside
         if self._own_data:
-            counts = torch.tensor([len(calls), -len(calls)], dtype=torch.float64)
+            counts = torch.tensor([len(calls), -len(calls)], dtype=torch.float64, device="cpu")
             self._most(counts)
             if counts[0] != -counts[1]:
                 raise ConfigError(
@@ -114,7 +114,8 @@ class Recomputation(recomputation.Recomputation):
                     " all call the same blocks, or remove the key"
                 )
         rows = [[c.saved, c.inputs, c.outside, c.seconds, c.movable, c.moving] for c in calls]
-        told = torch.tensor([*rows, [outside, 0, 0, 0, 0, 0]], dtype=torch.float64)  # exact up to 2**53 bytes
+        # float64 is exact up to 2**53 bytes
+        told = torch.tensor([*rows, [outside, 0, 0, 0, 0, 0]], dtype=torch.float64, device="cpu")
         self._most(told)
         *rows, last = told.tolist()
         found = [Call(int(s), int(i), int(o), t, int(m), int(g)) for s, i, o, t, m, g in rows]
@@ -130,7 +131,9 @@ class Recomputation(recomputation.Recomputation):
         if self._rates is None:
             self._rates = self._moves.measure()
             if self._most is not None:
-                told = torch.tensor([self._rates.write, self._rates.read, self._rates.busy], dtype=torch.float64)
+                told = torch.tensor(
+                    [self._rates.write, self._rates.read, self._rates.busy], dtype=torch.float64, device="cpu"
+                )
                 self._most(told)
                 self._rates = Rates(*told.tolist())
         return self._rates

@@ -47,7 +47,11 @@ _TAG_BYTES = 256  # more than a file's name may have
 
 def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
     """Every rank learns whether some rank failed. Also a barrier."""
-    flags = engine.everyone.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
+    flags = (
+        engine.everyone.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64, device="cpu"))
+        .view(-1)
+        .tolist()
+    )
     if failure is not None:
         raise failure
     bad = [r for r, f in enumerate(flags) if f]
@@ -62,7 +66,10 @@ def _agree(engine: EngineBase, token: str, directory: str, tag: str) -> tuple[st
     texts = (token, directory, tag)
     sizes = (len(token.encode()), _PLACE_BYTES, _TAG_BYTES)
     mine = b"".join(text.encode()[-n:].ljust(n, b"\0") for text, n in zip(texts, sizes))
-    rows = [bytes(row) for row in engine.everyone.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
+    rows = [
+        bytes(row)
+        for row in engine.everyone.gather_all(torch.tensor(list(mine), dtype=torch.uint8, device="cpu")).tolist()
+    ]
 
     def field(begin: int, end: int) -> list[str]:
         return [row[begin:end].rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -190,7 +197,9 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
     whole = module_state_dict(engine, exclude_frozen and staged, keeps=engine.everyone.rank == 0)
     frozen = {n for n, _ in engine.state.frozen} if exclude_frozen and not staged else set()
     if engine.spread:
-        frozen = set(gather_experts({n: torch.zeros(1, dtype=torch.uint8) for n in sorted(frozen)}, engine.module))
+        frozen = set(
+            gather_experts({n: torch.zeros(1, dtype=torch.uint8, device="cpu") for n in sorted(frozen)}, engine.module)
+        )
     if engine.everyone.rank == 0:
         try:
             values = {n: t for n, t in whole.items() if n not in frozen and isinstance(t, torch.Tensor)}
@@ -244,7 +253,9 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
     if mine and first:
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
-                writer.add(f"fp32/{st.names[i]}", torch.empty(0, dtype=torch.float32), shape=st.trained[i].shape)
+                writer.add(
+                    f"fp32/{st.names[i]}", torch.empty(0, dtype=torch.float32, device="cpu"), shape=st.trained[i].shape
+                )
     stage = engine.part
     for name, b in buffers(engine.module) if mine and at.tp == 0 else ():
         if (at.ep == 0 or id(b) in engine.spread) and (stage is None or stage.has_buffer(name)):

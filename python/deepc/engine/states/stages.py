@@ -35,7 +35,9 @@ def of_all_stages(
     for rank, told in enumerate(_told(engine, mine if first else {})):
         for name, shape, dtype in told:
             value = (
-                mine[name].detach().contiguous() if rank == engine.everyone.rank else torch.empty(shape, dtype=dtype)
+                mine[name].detach().contiguous()
+                if rank == engine.everyone.rank
+                else torch.empty(shape, dtype=dtype, device="cpu")
             )
             if value.numel():
                 engine.everyone.broadcast(value.view(-1).view(torch.uint8), rank)
@@ -84,7 +86,7 @@ def _told(engine: EngineBase, mine: dict[str, torch.Tensor]) -> list[list[Told]]
     """What each rank has to send. Collective."""
     rows = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()]
     text = json.dumps(rows).encode()
-    sizes = engine.everyone.gather_all(torch.tensor([len(text)])).view(-1).tolist()
+    sizes = engine.everyone.gather_all(torch.tensor([len(text)], device="cpu")).view(-1).tolist()
     padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
     texts = [bytes(row[:n].tolist()) for row, n in zip(engine.everyone.gather_all(padded), sizes)]
     return [[Told(n, tuple(shape), getattr(torch, dtype)) for n, shape, dtype in json.loads(t)] for t in texts]

@@ -71,10 +71,14 @@ def _longer(table: torch.nn.Module, reserved: int, positions: int) -> None:
         freeze=False,
         padding_idx=table.position_embeddings.padding_idx,  # type: ignore[union-attr, arg-type]
     )
-    for name, values in (("position_ids", torch.arange(reserved + positions)), ("token_type_ids", None)):
+    for name, values in (("position_ids", torch.arange(reserved + positions, device="cpu")), ("token_type_ids", None)):
         buffer = getattr(table, name, None)
         if isinstance(buffer, torch.Tensor):
-            made = torch.zeros(reserved + positions, dtype=buffer.dtype) if values is None else values.to(buffer.dtype)
+            made = (
+                torch.zeros(reserved + positions, dtype=buffer.dtype, device="cpu")
+                if values is None
+                else values.to(buffer.dtype)
+            )
             table.register_buffer(name, made.to(buffer.device).unsqueeze(0), persistent=False)
 
 

@@ -30,7 +30,7 @@ class _Layouts:
 
     def __init__(self, section: Mapping[str, Any], config: SparsityConfig) -> None:
         self.section, self.config = section, config
-        self._made = torch.empty(0, 0, 0, dtype=torch.bool)
+        self._made = torch.empty(0, 0, 0, dtype=torch.bool, device="cpu")
 
     def of(self, keys: int) -> torch.Tensor:
         """bool [1 or heads, blocks, blocks] for `keys`."""

@@ -52,7 +52,7 @@ class SparsityConfig:
                 f"(SparseAttentionUtils.pad_to_block_size) or choose a smaller block"
             )
         blocks = seq_len // self.block
-        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
+        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64, device="cpu")
 
     def check_and_propagate_first_head_layout(self, layout: torch.Tensor) -> torch.Tensor:
         """All heads get the first one's layout, unless each has its own."""
@@ -63,7 +63,7 @@ class SparsityConfig:
     def make_layout(self, seq_len: int) -> torch.Tensor:
         """int64 [num_heads, blocks, blocks] of 0 and 1 for sequences of seq_len (a multiple of the block)."""
         layout = self.setup_layout(seq_len)
-        row = torch.arange(layout.shape[1]).unsqueeze(1)
+        row = torch.arange(layout.shape[1], device="cpu").unsqueeze(1)
         for h in range(self.num_layout_heads):
             self._fill(layout[h], h, row, row.T)
         return self.check_and_propagate_first_head_layout(layout)
@@ -213,7 +213,7 @@ class VariableSparsityConfig(_Globals):
         sizes = iter(self.local_window_blocks)
         while len(window) < layout.shape[0]:
             window += [len(window)] * next(sizes, self.local_window_blocks[-1])
-        of = torch.tensor(window[: layout.shape[0]])
+        of = torch.tensor(window[: layout.shape[0]], device="cpu")
         local = of.unsqueeze(1) == of
         layout[local & (col <= row) if self._past else local] = 1
         self._fill_globals(layout)
@@ -350,7 +350,7 @@ def choose_blocks(
         of_q = q.reshape(batch, heads, blocks, block, dim).float().mean(3)
         of_k = k.reshape(batch, k.shape[1], blocks, block, dim).float().mean(3)
         scores = of_q @ of_k.repeat_interleave(heads // k.shape[1], 1).transpose(2, 3)
-        row = torch.arange(blocks).unsqueeze(1)
+        row = torch.arange(blocks, device=scores.device).unsqueeze(1)
         if is_causal:
             scores.masked_fill_(row < row.T, float("-inf"))
         best = scores.topk(min(_positive("count", count), blocks), dim=-1).indices

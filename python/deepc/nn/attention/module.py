@@ -124,7 +124,7 @@ class SparseSelfAttention(torch.nn.Module):
             seen = visible_keys(attn_mask, self.attn_mask_mode)
             if seen is None:
                 bias = both(bias, attn_mask)
-            elif torch.equal(seen, torch.ones(rows, rows, dtype=torch.bool).tril()):
+            elif torch.equal(seen, torch.ones(rows, rows, dtype=torch.bool, device=seen.device).tril()):
                 causal = True
             elif not bool(seen.all()):
                 bias = both(bias, seen)

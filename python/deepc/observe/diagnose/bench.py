@@ -96,7 +96,7 @@ def gemm(budget_s: float) -> list[dict[str, Any]]:
         for n in ((1024,) if d == "cpu" else (8192,))
     ]
     for device, dtype, n in cases:
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
         c = torch.empty(n, n, dtype=dtype, device=device)
 
         def product(a: torch.Tensor = a, b: torch.Tensor = b, c: torch.Tensor = c, device: str = device) -> None:
@@ -123,7 +123,8 @@ def memory_rate(budget_s: float) -> dict[str, Any]:
     import torch
 
     n = _elements(3 * 4, 32 * _MIB)
-    a, b, c = torch.ones(n), torch.ones(n), torch.empty(n)
+    a = torch.ones(n, dtype=torch.float32, device="cpu")
+    b, c = torch.ones_like(a), torch.empty_like(a)
     took = _median_s(lambda: torch.add(a, b, out=c), budget_s)
     return {"bytes": 12 * n, "seconds": took, "gb_per_s": 12 * n / took / 1e9}
 
@@ -145,8 +146,8 @@ def optimizer(budget_s: float) -> dict[str, Any]:
     from ...optim import AdamW
 
     n = _elements(5 * 4, 16 * _MIB)
-    p = torch.nn.Parameter(torch.ones(n))
-    p.grad = torch.full((n,), 1e-3)
+    p = torch.nn.Parameter(torch.ones(n, dtype=torch.float32, device="cpu"))
+    p.grad = torch.full_like(p, 1e-3)
     opt = AdamW([p], lr=1e-3)
     took = _median_s(opt.step, budget_s)
     return {"parameters": n, "seconds": took, "parameters_per_s": n / took, "gb_per_s": 28 * n / took / 1e9}
@@ -271,7 +272,8 @@ def _call(op: str, nbytes: int, ranks: int, group: Any = None) -> Callable[[], A
     import torch.distributed as dist
 
     n = max(ranks, nbytes // 4 // ranks * ranks)
-    whole, part = torch.zeros(n), torch.zeros(n // ranks)
+    whole = torch.zeros(n, dtype=torch.float32, device="cpu")
+    part = whole.new_zeros(n // ranks)
     if op == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if op == "broadcast":
@@ -289,7 +291,7 @@ def _agreed(what: Callable[[], Any], budget_s: float) -> float:
     begin = time.perf_counter()
     for _ in range(3):
         what()
-    times = torch.tensor([(time.perf_counter() - begin) / 3])
+    times = torch.tensor([(time.perf_counter() - begin) / 3], dtype=torch.float64, device="cpu")
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     count = int(min(2000, max(5, budget_s / max(1e-7, times.item()))))
     found = []

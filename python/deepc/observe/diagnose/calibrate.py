@@ -142,8 +142,9 @@ def products(dtype: Any) -> Callable[[], None]:
     import torch
 
     n, k = _BLOCK.hidden, 4 * _BLOCK.hidden
-    x = torch.randn(_SAMPLES * _BLOCK.seq, n).to(dtype)
-    w, g = torch.randn(k, n).to(dtype), torch.randn(_SAMPLES * _BLOCK.seq, k).to(dtype)
+    x = torch.randn(_SAMPLES * _BLOCK.seq, n, dtype=torch.float32, device="cpu").to(dtype)
+    w = torch.randn(k, n, dtype=torch.float32, device="cpu").to(dtype)
+    g = torch.randn(_SAMPLES * _BLOCK.seq, k, dtype=torch.float32, device="cpu").to(dtype)
 
     def run() -> None:
         torch.mm(x, w.t())
@@ -157,7 +158,7 @@ def _operations() -> Callable[[], None]:
     """20 operations on hardly any data, forward and backward."""
     import torch
 
-    x = torch.ones(16, requires_grad=True)
+    x = torch.ones(16, requires_grad=True, dtype=torch.float32, device="cpu")
 
     def run() -> None:
         y = x
@@ -177,7 +178,7 @@ def _block() -> Callable[[], None]:
     h, heads = _BLOCK.hidden, _BLOCK.heads
     ln1, ln2, qkv, proj = nn.LayerNorm(h), nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
     up, down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-    x = torch.randn(_SAMPLES, _BLOCK.seq, h, requires_grad=True)
+    x = torch.randn(_SAMPLES, _BLOCK.seq, h, requires_grad=True, dtype=torch.float32, device="cpu")
     parameters = [p for m in (ln1, ln2, qkv, proj, up, down) for p in m.parameters()]
 
     def run() -> None:
@@ -209,7 +210,7 @@ def _engine(deepc: Any, world: int, budget_s: float) -> dict[str, float]:
             "steps_per_print": 10**9,
         }
         engine, *_ = deepc.initialize(model=model, config=config)
-        x = torch.randn(1, _WIDTH)
+        x = torch.randn(1, _WIDTH, dtype=torch.float32, device="cpu")
 
         def run() -> None:
             for _ in range(accumulation):
@@ -241,7 +242,7 @@ def _message(rank: int, budget_s: float) -> float:
     import torch
     import torch.distributed as dist
 
-    x = torch.zeros(16)
+    x = torch.zeros(16, dtype=torch.float32, device="cpu")
 
     def run() -> None:
         if rank == 0:

@@ -530,7 +530,8 @@ def _test_rank(rank: int, folder: str) -> None:
         slot_bytes=512 << 10,
         slots=3,
     )
-    small, large = torch.zeros(1024), torch.zeros(4 << 20)
+    small = torch.zeros(1024, dtype=torch.float32, device="cpu")
+    large = small.new_zeros(4 << 20)
     out = {
         "wrong": wrong,
         "barrier_us": _median_us(comm.barrier, 300),
@@ -560,24 +561,28 @@ def _wrong_collectives(rank: int) -> list[str]:
             wrong.append(name)
 
     n = 70001  # more than one chunk, and odd
-    mine, other = (torch.arange(n) % 97 + r * 3 for r in (rank, 1 - rank))
+    mine, other = (torch.arange(n, device="cpu") % 97 + r * 3 for r in (rank, 1 - rank))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         t = mine.to(dtype, copy=True)
         dist.all_reduce(t)
         expect(f"all_reduce of {dtype}", t, (mine + other).to(dtype))
     both = [mine, other] if rank == 0 else [other, mine]
-    gathered = [torch.zeros(n, dtype=torch.int64) for _ in range(2)]
+    gathered = [torch.zeros(n, dtype=torch.int64, device="cpu") for _ in range(2)]
     dist.all_gather(gathered, mine)
     expect("all_gather", torch.stack(gathered), torch.stack(both))
-    part = torch.zeros(n, dtype=torch.float32)
+    part = torch.zeros(n, dtype=torch.float32, device="cpu")
     dist.reduce_scatter(part, [b.float() for b in both])
     expect("reduce_scatter", part, 2 * both[rank].float())
     t = mine.clone()
     dist.broadcast(t, 1)
     expect("broadcast", t, both[1])
-    swapped = torch.zeros(10, dtype=torch.int64)
-    dist.all_to_all_single(swapped, torch.arange(10) + 100 * rank)
-    expect("all_to_all", swapped, torch.cat([torch.arange(5) + 5 * rank, torch.arange(5) + 5 * rank + 100]))
+    swapped = torch.zeros(10, dtype=torch.int64, device="cpu")
+    dist.all_to_all_single(swapped, torch.arange(10, device="cpu") + 100 * rank)
+    expect(
+        "all_to_all",
+        swapped,
+        torch.cat([torch.arange(5, device="cpu") + 5 * rank, torch.arange(5, device="cpu") + 5 * rank + 100]),
+    )
     t = mine.clone()
     if rank == 0:
         dist.send(t, 1)

@@ -66,10 +66,11 @@ def machine_costs(budget_s: float, nodes: int) -> dict[str, float]:
     from .calibrate import median_s, product_flops, products
 
     n, codec = _elements(), OneBit()
-    x, error, out = torch.randn(n), torch.zeros(n), torch.empty(n)
-    payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
+    x = torch.randn(n, dtype=torch.float32, device="cpu")
+    error, out = torch.zeros_like(x), torch.empty_like(x)
+    payload = torch.empty(codec.nbytes(n), dtype=torch.uint8, device="cpu")
     codec.encode(payload, x, error)
-    rows, server = payload.repeat(nodes, 1), torch.zeros(n)
+    rows, server = payload.repeat(nodes, 1), torch.zeros_like(x)
     each = budget_s / 5
     return {
         "pack": median_s(lambda: codec.encode(payload, x, error), each) / n,
@@ -140,8 +141,8 @@ def on_the_network(seconds: float) -> dict[str, Any]:
     ranks = world // nodes
 
     def slowest(value: float) -> float:
-        rows = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
-        dist.all_gather(rows, torch.tensor([value], dtype=torch.float64))
+        rows = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(world)]
+        dist.all_gather(rows, torch.tensor([value], dtype=torch.float64, device="cpu"))
         return float(max(r.item() for r in rows))
 
     def timed(what: Any, budget_s: float) -> float:
@@ -157,14 +158,14 @@ def on_the_network(seconds: float) -> dict[str, Any]:
     latency = bandwidth = 0.0
     exchange = None
     if nodes > 1:
-        small = torch.zeros(1)
+        small = torch.zeros(1, dtype=torch.float32, device="cpu")
         latency = timed(lambda: dist.all_reduce(small), 0.05 * seconds) / 2
-        x = torch.randn(1 << 18)
+        x = torch.randn(1 << 18, dtype=torch.float32, device="cpu")
         dist.all_reduce(x)
         probe = slowest(_once(lambda: dist.all_reduce(x)))  # 1 MiB: how much is there time for?
         n = int(min(_elements(), max(1 << 18, 0.1 * seconds / probe * (1 << 18)))) // 4096 * 4096
         n = int(-slowest(-n))
-        x = torch.randn(n)
+        x = torch.randn(n, dtype=torch.float32, device="cpu")
         wire = OneBitAllReduce(n)
         fp32 = timed(lambda: (dist.all_reduce(x), x.mul_(1 / world)), 0.35 * seconds)
         before, dense = wire.sent_bytes, wire.dense_bytes

@@ -609,7 +609,7 @@ class Meter(Listener):
     def _of_all_stages(self) -> counts.TokenFlops:
         """The sum over the ranks of this rank's pipeline. Collective."""
         engine = self._engine
-        mine = torch.tensor(self._estimate_flops(), dtype=torch.float64)
+        mine = torch.tensor(self._estimate_flops(), dtype=torch.float64, device="cpu")
         rows = engine.everyone.gather_all(mine)[list(engine.mesh.group("pp", self._rank))]
         return counts.TokenFlops(*rows.sum(0).tolist())
 

@@ -60,7 +60,7 @@ def align(now: Callable[[], int] = time.monotonic_ns, who: str | None = None) ->
 
 
 def _answer(other: int, now: Callable[[], int]) -> None:
-    ping, pong = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    ping, pong = torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(2, dtype=torch.int64, device="cpu")
     for _ in range(ROUNDS):
         dist.recv(ping, other)
         pong[0] = now()
@@ -69,7 +69,7 @@ def _answer(other: int, now: Callable[[], int]) -> None:
 
 
 def _ask(now: Callable[[], int]) -> Clock:
-    ping, pong = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    ping, pong = torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(2, dtype=torch.int64, device="cpu")
     best = Clock(0, 1 << 62)
     for _ in range(ROUNDS):
         sent = now()

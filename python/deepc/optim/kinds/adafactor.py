@@ -48,7 +48,7 @@ class Scratch:
     def __init__(self, factors: int, device: torch.device | None = None) -> None:
         self.tops = torch.zeros(factors, dtype=torch.int32, device=device)
         self.sums = torch.zeros(factors, dtype=torch.float64, device=device)
-        self.factors = torch.zeros(factors, device=device)
+        self.factors = torch.zeros(factors, device=device, dtype=torch.float32)
 
     def clear(self) -> None:
         self.tops.zero_()
@@ -111,7 +111,7 @@ class Adafactor(Optimizer):
     def _state_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             dtype, matrices = torch.float64 if p.dtype == torch.float64 else torch.float32, matrices_of(p.shape)
             zeros = functools.partial(torch.zeros, dtype=dtype, device=p.device)
             if matrices is None:

@@ -66,7 +66,7 @@ class Adagrad(OneStateOptimizer):
 
     def _make_state(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         if not self.state[p]:
-            self.state[p]["step"] = torch.tensor(0.0)
+            self.state[p]["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             self._new_state(p, group["initial_accumulator_value"])
 
     def state_dict(self) -> dict[str, Any]:

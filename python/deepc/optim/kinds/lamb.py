@@ -155,7 +155,7 @@ class Lamb(Optimizer):
         if not state:
             form = self._packed(p)
             check_place(p, form)
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             new_states(state, MOMENTS, p, form, torch.float64 if p.dtype == torch.float64 else torch.float32)
         return state
 

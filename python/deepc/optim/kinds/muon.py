@@ -259,7 +259,7 @@ class Muon(Optimizer):
             form, state = self._packed(p), self.state[p]
             if not state:
                 check_place(p, form)
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 new_states(state, MOMENTS, p, form, self._dtype_of(p))
             if form and p.grad is not None:
                 state["step"] += 1

@@ -100,7 +100,8 @@ class OneBitOptimizer(Optimizer):
                 self._check(p, device)
                 flat = p.detach().view(-1)
                 items.append(Item(flat if p.dtype == torch.float32 else flat.float(), group, tuple(p.shape)))
-        exchange, zeros = exchange_over(self.group, self.hierarchical, device), partial(torch.zeros, device=device)
+        exchange = exchange_over(self.group, self.hierarchical, device)
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.method = self.kind(items, exchange, zeros, self.options)
         self._show()
         return self.method
@@ -127,7 +128,7 @@ class OneBitOptimizer(Optimizer):
         assert self.method is not None
         for p, item in zip(self._params, self.method.items):
             shown = {name: state.view(p.shape) for name, state in item.states.items()}
-            self.state[p] = {"step": torch.tensor(float(self.method.steps)), **shown}
+            self.state[p] = {"step": torch.tensor(float(self.method.steps), dtype=torch.float32, device="cpu"), **shown}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.method is not None:
@@ -139,7 +140,7 @@ class OneBitOptimizer(Optimizer):
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor:
         if p.grad is None:
-            return torch.zeros(p.numel(), device=p.device)
+            return torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
         if p.grad.is_sparse:
             raise ArgumentError(f"{type(self).__name__} does not take sparse gradients; use nn.Embedding(sparse=False)")
         return p.grad.detach().reshape(-1).float()
@@ -267,7 +268,9 @@ def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for k, (name, i, _) in enumerate(parts[0]["own"]):
         out[KEY]["own"].append((name, i, sum(p["own"][k][2].cpu() for p in parts) / world))
     if errors[0]:
-        owed = torch.zeros(Places([t.numel() for t in _states_of(states[0])], 1).used)
+        owed = torch.zeros(
+            Places([t.numel() for t in _states_of(states[0])], 1).used, dtype=torch.float32, device="cpu"
+        )
         for p, e in zip(parts, errors):
             for kind, share in (("worker", 1.0 / p["workers"]), ("server", 1.0)):
                 at = 0
@@ -275,7 +278,7 @@ def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                     used = owed[begin:end]  # what lies behind owes nothing
                     used.add_(e[kind][at : at + used.numel()].cpu(), alpha=share)
                     at += end - begin
-        out[KEY]["errors"] = {"worker": owed, "server": torch.empty(0)}
+        out[KEY]["errors"] = {"worker": owed, "server": torch.empty(0, dtype=torch.float32, device="cpu")}
     return out
 
 

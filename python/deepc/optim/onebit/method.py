@@ -51,7 +51,7 @@ class Item:
         not used) would get the block's magnitude with a random sign."""
         mask = self.group.get("exp_avg_mask")
         if mask is not None:
-            mask = torch.as_tensor(mask).to(momentum.device, momentum.dtype)
+            mask = torch.as_tensor(mask, dtype=momentum.dtype, device=momentum.device)
             try:
                 whole = mask if mask.numel() == math.prod(self.shape) else mask.expand(tuple(self.shape))
                 momentum.mul_(whole.reshape(-1)[self.begin : self.begin + momentum.numel()])

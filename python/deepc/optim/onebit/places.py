@@ -17,14 +17,15 @@ class Places:
 
     def __init__(self, numels: Sequence[int], parts: int) -> None:
         self.numels, self.begins = list(numels), []
-        at, to, source = 0, [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        at, to, source = 0, [none], [none]
         for n in numels:
             self.begins.append(at)
             end, tail = at + n, n % BLOCK
             at += -(-n // BLOCK) * BLOCK
             if tail:
-                to.append(torch.arange(end, at))
-                source.append(end - tail + torch.arange(at - end) % tail)
+                to.append(torch.arange(end, at, device="cpu"))
+                source.append(end - tail + torch.arange(at - end, device="cpu") % tail)
         host = torch.cat(to), torch.cat(source)
         self._filled = {host[0].device: host}  # by device: the elements of the rests, and those that they repeat
         self.used = at

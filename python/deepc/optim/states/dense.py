@@ -172,7 +172,8 @@ class OneStateOptimizer(Optimizer):
         state, form, name = self.state[p], self._packed(p), self.state_name
         new_states(state, [name], p, form, self._dtype_of(p))
         if value != 0 and is_coded(form):
-            pack(state[name], state[name + SCALE], torch.full((p.numel(),), value), form, name, 0)
+            values = torch.full((p.numel(),), value, dtype=torch.float32, device="cpu")
+            pack(state[name], state[name + SCALE], values, form, name, 0)
         elif value != 0:
             state[name].fill_(value)
 

@@ -52,8 +52,8 @@ def scale_units(first: int, numel: int, form: str) -> torch.Tensor:
     """For each block of `numel` elements, whose first has the number `first`, the unit that it begins in."""
     units, most = -(-numel // UNIT), (256 if form == "int8" else 128) // UNIT
     begin = most - first // UNIT % most
-    rest = torch.arange(begin, max(begin, units), most)
-    return torch.cat([torch.zeros(1, dtype=rest.dtype), rest])
+    rest = torch.arange(begin, max(begin, units), most, device="cpu")
+    return torch.cat([torch.zeros(1, dtype=rest.dtype, device="cpu"), rest])
 
 
 def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
@@ -79,7 +79,7 @@ def make_state(
     """(codes, scales) of `numel` zeros, whose first has the number `first`; device: None for the CPU."""
     size, scales = state_sizes(numel, state_dtype, first)
     where = device or torch.device("cpu")
-    return torch.zeros(size, dtype=torch.uint8, device=where), torch.zeros(scales, device=where)
+    return torch.zeros(size, dtype=torch.uint8, device=where), torch.zeros(scales, device=where, dtype=torch.float32)
 
 
 def check_sizes(

@@ -71,7 +71,7 @@ def route(
             choices = choices.masked_fill(~used, experts)
         priority = None
         if capacity is not None and keep == "random":
-            priority = torch.rand(choices.shape, device=logits.device)
+            priority = torch.rand(choices.shape, device=logits.device, dtype=torch.float32)
         elif capacity is not None and keep == "probability":
             priority = gates.gather(1, choices.t().clamp(max=experts - 1)).t()
         first = k == 2 if by_choice is None else by_choice

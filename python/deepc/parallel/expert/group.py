@@ -35,8 +35,8 @@ class ExpertGroup(AxisGroup):
         asked = self.asked(wanted, rows)
         given, got = [sum(w) for w in wanted], [sum(a) for a in asked]
         arrived = _Exchange.apply(rows, given, got, self)  # type: ignore[no-untyped-call]
-        of_expert = torch.arange(each).repeat(self.size)
-        of_expert = of_expert.repeat_interleave(torch.tensor(asked).view(-1), output_size=sum(got))
+        of_expert = torch.arange(each, device="cpu").repeat(self.size)
+        of_expert = of_expert.repeat_interleave(torch.tensor(asked, device="cpu").view(-1), output_size=sum(got))
         order = of_expert.argsort(stable=True).to(rows.device)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=rows.device)
@@ -53,7 +53,7 @@ class ExpertGroup(AxisGroup):
         dry run), and where the other ranks are not there (no process group), all have as many. Collective."""
         if without_values(rows) or self.process_group is None:
             return [wanted[self.rank]] * self.size
-        there = torch.tensor(wanted).to(rows.device)
+        there = torch.tensor(wanted, device="cpu").to(rows.device)
         here = torch.empty_like(there)
         dist.all_to_all_single(here, there, group=self.process_group)
         found: list[list[int]] = here.tolist()

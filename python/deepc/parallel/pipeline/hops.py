@@ -56,14 +56,16 @@ class Hops:
 
     def receive(self, source: int, tag: int) -> Any:
         """What `send` sent; a tensor that depended on parameters requires a gradient here."""
-        header = self._take(torch.empty(1 + _MOST_TENSORS * _ROW, dtype=torch.int64), source, 2 * tag).tolist()
+        header = self._take(
+            torch.empty(1 + _MOST_TENSORS * _ROW, dtype=torch.int64, device="cpu"), source, 2 * tag
+        ).tolist()
         out: list[torch.Tensor | None] = []
         for i in range(abs(header[0])):
             dtype, grad, dims, *shape = header[1 + i * _ROW : 1 + (i + 1) * _ROW]
             if dtype < 0:
                 out.append(None)
                 continue
-            tensor = self._take(torch.empty(shape[:dims], dtype=_DTYPES[dtype]), source, 2 * tag + 1)
+            tensor = self._take(torch.empty(shape[:dims], dtype=_DTYPES[dtype], device="cpu"), source, 2 * tag + 1)
             out.append(tensor.requires_grad_(bool(grad)))
         return out[0] if header[0] == _LONE else tuple(out)
 
@@ -74,7 +76,7 @@ class Hops:
 
     def receive_like(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> list[torch.Tensor]:
         """What `send_tensors` sent, of these shapes and dtypes."""
-        return [self._take(torch.empty(t.shape, dtype=t.dtype), source, 2 * tag + 1) for t in tensors]
+        return [self._take(torch.empty(t.shape, dtype=t.dtype, device="cpu"), source, 2 * tag + 1) for t in tensors]
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
@@ -145,4 +147,4 @@ def _header(value: Any, tensors: Sequence[Any]) -> torch.Tensor:
             )
         header += [_DTYPES.index(t.dtype), t.requires_grad, t.dim(), *t.shape, *([0] * (_MOST_DIMS - t.dim()))]
     header += [0] * (1 + _MOST_TENSORS * _ROW - len(header))
-    return torch.tensor(header, dtype=torch.int64)
+    return torch.tensor(header, dtype=torch.int64, device="cpu")

@@ -33,8 +33,8 @@ def measured(
 ) -> Measured:
     """mine: (begin, end) of this rank's actions. column: the pipeline's ranks among those that `gather` gathers, a row
     of float64 from each. Collective."""
-    row = torch.zeros(2 * max(map(len, schedule.ranks)), dtype=torch.float64)
-    row[: 2 * len(mine)] = torch.tensor(mine, dtype=torch.float64).flatten()
+    row = torch.zeros(2 * max(map(len, schedule.ranks)), dtype=torch.float64, device="cpu")
+    row[: 2 * len(mine)] = torch.tensor(mine, dtype=torch.float64, device="cpu").flatten()
     rows = gather(row).view(-1, row.numel() // 2, 2)[list(column)]
     start = min(float(rows[r, 0, 0]) for r in range(len(column)))
     spans = tuple(

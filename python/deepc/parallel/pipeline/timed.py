@@ -41,7 +41,7 @@ def costs(
         mine = _measured(layers, *_pair(sample), loss_fn, now)
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
-    failed = torch.zeros(dist.get_world_size())
+    failed = torch.zeros(dist.get_world_size(), dtype=torch.float32, device="cpu")
     failed[dist.get_rank()] = float(failure is not None)
     dist.all_reduce(failed)
     if failure is not None:
@@ -51,7 +51,7 @@ def costs(
             f'partition_method="time": rank {", ".join(bad)} could not time the layers (its own message tells why), so'
             " no rank cuts them"
         )
-    total = torch.tensor(mine, dtype=torch.float64)
+    total = torch.tensor(mine, dtype=torch.float64, device="cpu")
     dist.all_reduce(total)
     return total.tolist()
 

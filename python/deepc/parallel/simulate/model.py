@@ -107,8 +107,9 @@ class Tiny:
         out: dict[str, dict[str, torch.Tensor]] = {}
         for layer in self.names():
             out[layer] = {
-                name: torch.ones(w.shape) if name.startswith("norm") and "bias" not in name
-                else 0.05 * torch.randn(w.shape, generator=draw)
+                name: torch.ones(w.shape, dtype=torch.float32, device="cpu")
+                if name.startswith("norm") and "bias" not in name
+                else 0.05 * torch.randn(w.shape, generator=draw, dtype=torch.float32, device="cpu")
                 for name, w in self.shapes(layer).items()
             }  # fmt: skip
         return out
@@ -262,7 +263,10 @@ def through_experts(
     for group, counts in ways:
         for i, t in zip(group, exchanged(traffic, "ep", [rows[i] for i in group], counts)):
             rows[i] = t
-    orders = [torch.arange(own).repeat(cell.ep).repeat_interleave(a.view(-1)).argsort(stable=True) for a in asked]
+    orders = [
+        torch.arange(own, device="cpu").repeat(cell.ep).repeat_interleave(a.view(-1)).argsort(stable=True)
+        for a in asked
+    ]
     rows = [t.index_select(0, order) for t, order in zip(rows, orders)]
     rows = over(cell.tensor_groups(), rows, lambda some: spread(traffic, some))
     sizes = [a.sum(0).tolist() for a in asked]

@@ -33,14 +33,16 @@ class Rank:
             (at, n) for at, n, name in zip(self.layout.offsets, self.layout.numels, names) if name in experts
         ]
         self.used = self.layout.offsets[-1] + self.layout.numels[-1]
-        flat = torch.zeros(self.used)
+        flat = torch.zeros(self.used, dtype=torch.float32, device="cpu")
         for at, name in zip(self.layout.offsets, names):
             copied(flat, at, whole[name].contiguous(), 0, whole[name].numel())
         slices = [(s.flat_begin, s.shard_begin, s.length) for s in self.layout.slices(index)]
         if stage == 0:
             slices = [(0, 0, self.used)]
         self.slices = [(begin, at, min(n, self.used - begin)) for begin, at, n in slices if begin < self.used]
-        self.shard = torch.nn.Parameter(torch.zeros(sum(n for _, _, n in self.slices)))
+        self.shard = torch.nn.Parameter(
+            torch.zeros(sum(n for _, _, n in self.slices), dtype=torch.float32, device="cpu")
+        )
         for begin, at, n in self.slices:
             copied(self.shard.data, at, flat, begin, n)
         self.optimizer = AdamW([self.shard], lr=LR, weight_decay=DECAY) if self.slices else None
@@ -66,7 +68,7 @@ class Rank:
 
     def lend(self, flat: torch.Tensor) -> None:
         """Leaves for autograd, as views of the whole weights, and room for their gradients."""
-        self.leaves, self.grad = {}, torch.zeros(self.used)
+        self.leaves, self.grad = {}, torch.zeros(self.used, dtype=torch.float32, device="cpu")
         for at, (layer, name), shape in zip(self.layout.offsets, self.names, self.shapes):
             view = flat[at : at + shape.numel()].view(shape)
             self.leaves.setdefault(layer, {})[name] = view.detach().requires_grad_()

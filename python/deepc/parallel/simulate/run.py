@@ -126,7 +126,7 @@ class Simulation:
                     r.lend(r.flat)
                     continue
                 share = self._share(self.mesh.rank(pp=pp, dp=first) + i)
-                r.lend(r.gather(self._holding[share], torch.empty(r.used)))
+                r.lend(r.gather(self._holding[share], torch.empty(r.used, dtype=torch.float32, device="cpu")))
 
     def _pipeline(self, first: int, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """All actions of a cell's replicas, on [micro-batches, replicas, samples, seq] tokens: each rank's in its
@@ -177,7 +177,7 @@ class Simulation:
     ) -> list[torch.Tensor]:
         """Between stages goes each rank's output and, with experts, its load-balance loss so far."""
         n, tiny, cell = len(peers), self.tiny, self.cell
-        xs, balance = given[:n], given[n:] or [torch.zeros(()) for _ in peers]
+        xs, balance = given[:n], given[n:] or [torch.zeros((), dtype=torch.float32, device="cpu") for _ in peers]
         for layer in self.layers[a.stage]:
             weights = [r.leaves[layer] for r in peers]
             if layer == "embed":
@@ -329,7 +329,7 @@ def run(
     shape = (mesh.dp, micro_batches, samples, simulation.tiny.seq + 1)
     batches = []
     for _ in range(steps):
-        ids = torch.randint(0, simulation.tiny.vocab, shape, generator=draw)
+        ids = torch.randint(0, simulation.tiny.vocab, shape, generator=draw, device="cpu")
         batches.append((ids[..., :-1], ids[..., 1:]))
     losses = tuple(simulation.step(*b) for b in batches)
     took = time.perf_counter() - begin

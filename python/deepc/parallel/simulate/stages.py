@@ -46,7 +46,9 @@ class HopsOnPaper(Hops):
 
     def receive(self, source: int, tag: int) -> Any:
         several, template = self._boundaries[self._stage_of_tag(tag)]
-        out = [None if t is None else torch.empty(t[0], dtype=t[1]).requires_grad_(t[2]) for t in template]
+        out = [
+            None if t is None else torch.empty(t[0], dtype=t[1], device="cpu").requires_grad_(t[2]) for t in template
+        ]
         return tuple(out) if several else out[0]
 
     def finish(self) -> None:
@@ -124,7 +126,7 @@ class StageOnPaper:
         self._again.begin_batch(lambda: self._stages.in_flight(self.micro_batches))
         self._stages.train(self, [batch] * self.micro_batches, self._indices)
         for i, p in enumerate(self._copies):
-            none = torch.zeros(p.shape, dtype=self._sums_in)
+            none = torch.zeros(p.shape, dtype=self._sums_in, device="cpu")
             self._stages.send_tie(i, self._copied.pop(i, none), 0)
             del none
         if self.sums:
@@ -178,14 +180,14 @@ class StageOnPaper:
 
     def _take_copied(self) -> None:
         for p, holders in self._lent_here:
-            like = torch.empty(p.shape, dtype=self._sums_in)
+            like = torch.empty(p.shape, dtype=self._sums_in, device="cpu")
             for _ in range(holders):
                 self._gradients.bring(self._indices[id(p)], self._stages.receive_tie(0, like, 0))
 
     def _spread_ties(self) -> None:
         """Copies get new values, and new memory with them."""
         for p in self._copies:
-            p.data = self._stages.receive_tie(0, torch.empty(p.shape, dtype=p.dtype), 0)
+            p.data = self._stages.receive_tie(0, torch.empty(p.shape, dtype=p.dtype, device="cpu"), 0)
 
 
 class CutOnPaper(CutModel):
@@ -279,7 +281,11 @@ def _points(heap: ShadowHeap, blocks: list[torch.nn.Module], calls: chain.Calls)
 
 def _with_values(t: torch.Tensor) -> torch.Tensor:
     floats = t.dtype.is_floating_point
-    made = torch.randn(t.shape, dtype=t.dtype) * 0.1 if floats else torch.zeros(t.shape, dtype=t.dtype)
+    made = (
+        torch.randn(t.shape, dtype=t.dtype, device="cpu") * 0.1
+        if floats
+        else torch.zeros(t.shape, dtype=t.dtype, device="cpu")
+    )
     return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
 
 

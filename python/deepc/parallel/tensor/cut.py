@@ -114,7 +114,7 @@ class Cut:
 
     def from_order(self, shards: torch.Tensor) -> torch.Tensor:
         """The whole, from all shards one after the other."""
-        whole = torch.empty(self.shape, dtype=shards.dtype)
+        whole = torch.empty(self.shape, dtype=shards.dtype, device="cpu")
         for r, (begin, end) in enumerate(zip(self.begins, self.begins[1:])):
             self.put(whole, shards[begin:end].view(self.local_shape(r)), r)
         return whole

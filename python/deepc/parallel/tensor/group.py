@@ -144,7 +144,9 @@ def refuse_unequal(batch: Any, group: TensorGroup) -> None:
     here = [t for t in found if t.device.type == "cpu" and t.layout is torch.strided and not without_values(t)]
     flat = [t.contiguous() for t in here if t.numel()]
     words = [C.dc_crc32c(0, t.data_ptr(), t.numel() * t.element_size()) for t in flat]
-    mine = torch.tensor([[zlib.crc32(str([*words, [tuple(t.shape) for t in found]]).encode())]], dtype=torch.int64)
+    mine = torch.tensor(
+        [[zlib.crc32(str([*words, [tuple(t.shape) for t in found]]).encode())]], dtype=torch.int64, device="cpu"
+    )
     told = group.gather(mine, 0, (1,) * group.size).view(-1).tolist()
     if other := [r for r, word in enumerate(told) if word != told[0]]:
         raise MisuseError(

@@ -288,7 +288,7 @@ def replicate_module(module: nn.Module, region: Region, heads: Sequence[int], si
     if not isinstance(module, nn.Linear):
         raise ArgumentError(f"{type(module).__name__} is no torch.nn.Linear")
     own = cast(Any, module)
-    own._deepc_rows = torch.cat([torch.arange(h * size, (h + 1) * size) for h in heads])
+    own._deepc_rows = torch.cat([torch.arange(h * size, (h + 1) * size, device="cpu") for h in heads])
     own.cuts, own.region = {}, region
     region.members += 1
     own.__class__ = _fused_class(type(module), Replicated)

@@ -49,11 +49,10 @@ class Inside:
         return self._owner.training and (rates or any(getattr(m, "p", 0.0) > 0 for m in self._drops))
 
     def enter(self) -> None:
-        self._outside = (
-            None  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more
-        )
+        # What is kept of a pass that was broken off (a recomputation's end) is not wanted any more.
+        self._outside = None
         if self._draws():
-            seed = int(torch.randint(2**62, (), dtype=torch.int64))
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._outside = torch.get_rng_state()
             torch.default_generator.manual_seed((seed + _STEP * (self._rank + 1)) % 2**64 - 2**63)
             self._seed = torch.initial_seed()

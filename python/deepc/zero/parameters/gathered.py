@@ -327,7 +327,7 @@ class _Opened:
 
     def _raise_if_others_wrote(self, stray: int, writer: int) -> None:
         """stray: index of the first parameter that this rank wrote, or -1. Collective."""
-        for rank, i in enumerate(self._holder.group.gather_all(torch.tensor([stray])).view(-1).tolist()):
+        for rank, i in enumerate(self._holder.group.gather_all(torch.tensor([stray], device="cpu")).view(-1).tolist()):
             if i >= 0 and rank != writer:
                 raise StrayWriteError(
                     f"parameter {i} of GatheredParameters, of shape {tuple(self._params[i].shape)}, was written on "

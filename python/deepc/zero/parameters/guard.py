@@ -111,7 +111,7 @@ class SharedGuard(Guard):
         self.verify()
 
     def _tell_all(self, mine: int) -> None:
-        everyone = self.group.gather_all(torch.tensor([float(mine)], dtype=torch.float64))
+        everyone = self.group.gather_all(torch.tensor([float(mine)], dtype=torch.float64, device="cpu"))
         self.raise_if_stray(everyone.view(-1).tolist())
 
     # ---- checksums ---------------------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ def as_slots(p: torch.nn.Parameter, value: torch.Tensor, dtype: torch.dtype) -> 
     flat = value.detach().reshape(-1)
     if not keeps_bytes(p):
         return flat
-    out = torch.zeros(slots(p, flat.numel(), dtype), dtype=dtype)
+    out = torch.zeros(slots(p, flat.numel(), dtype), dtype=dtype, device="cpu")
     out.view(torch.uint8)[: flat.nbytes].copy_(flat.view(torch.uint8))
     return out
 

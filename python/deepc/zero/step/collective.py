@@ -104,8 +104,8 @@ class TorchReducer:
             self._breaker = Breaker("a reduction of gradients", self._rank, plan.world, store, self._cut)
             if device.type == "cpu":
                 self._progress = Progress("gradients")
-                self._flat = torch.empty(layout.bucket_elems, dtype=wire)
-                self._mine = torch.empty(layout.bucket_elems // plan.world, dtype=wire)
+                self._flat = torch.empty(layout.bucket_elems, dtype=wire, device="cpu")
+                self._mine = torch.empty(layout.bucket_elems // plan.world, dtype=wire, device="cpu")
                 self._bytes = self._flat.nbytes
 
     # ---- one rank ----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class TorchReducer:
         n = end - begin
         with self._errors(f"reduction of gradient bucket {b}"):
             if count > self._told:  # on all ranks alike
-                begun = torch.tensor([self._states.begun], dtype=torch.int64)
+                begun = torch.tensor([self._states.begun], dtype=torch.int64, device="cpu")
                 dist.all_reduce(begun, dist.ReduceOp.MIN, group=self._group)
                 self._told = int(begun)
             _, part = self._reduce(self._flat[:n], pieces, self._mine[: n // self._plan.world], False)

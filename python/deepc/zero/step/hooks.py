@@ -287,7 +287,7 @@ class GradientHooks:
     def take_left_behind(self, group: Group) -> bool:
         """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing).
         Collective; True if there were any."""
-        mine = torch.tensor([float(self.left_behind)], dtype=torch.float64)
+        mine = torch.tensor([float(self.left_behind)], dtype=torch.float64, device="cpu")
         if not any(group.gather_all(mine).view(-1).tolist()):
             return False
         self.flush()

@@ -204,7 +204,7 @@ class NodesReducer(RingReducer):
         def ask(b: int) -> None:
             nonlocal failure
             _, part, m = self._part(b)
-            mine = torch.empty(m, dtype=flat.array.dtype)
+            mine = torch.empty(m, dtype=flat.array.dtype, device="cpu")
             try:
                 reads.append((mine, flat.array.read_async(part, mine)))
             except DiskError as exc:
@@ -251,8 +251,8 @@ class NodesReducer(RingReducer):
                 self._group.collect(flat[at : at + self._nodes * m], flat[part : part + m].clone(), "parameters"),
                 None,
             )
-        mine = torch.empty(codec.nbytes(m), dtype=torch.uint8)
-        everyone = torch.empty(self._nodes * mine.numel(), dtype=torch.uint8)
+        mine = torch.empty(codec.nbytes(m), dtype=torch.uint8, device="cpu")
+        everyone = torch.empty(self._nodes * mine.numel(), dtype=torch.uint8, device="cpu")
         shard = self._plan.slices[b].shard_begin
         codec.encode(mine, cast(torch.Tensor, master)[shard : shard + m])
         return self._group.collect(everyone, mine, "parameters"), everyone

@@ -119,7 +119,7 @@ def judge(
     partial = state.partial
     whole = plan.own_all or plan.world == 1
     ride = Ride(riders if parts is None else ())
-    own = torch.tensor([again, guard.stray_write(), hooks.left_behind], dtype=torch.float64)
+    own = torch.tensor([again, guard.stray_write(), hooks.left_behind], dtype=torch.float64, device="cpu")
     message = ride.message(own, partial.device)
     gathered = group.gather_all(message if whole else torch.cat([partial, message]))
     guard.raise_if_stray(gathered[:, -2].tolist())
@@ -152,7 +152,9 @@ class Ride:
 
     def message(self, own: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Their numbers, then `own`."""
-        message = torch.cat([torch.tensor([x for _, row in self._rows for x in row], dtype=own.dtype), own]).to(device)
+        message = torch.cat(
+            [torch.tensor([x for _, row in self._rows for x in row], dtype=own.dtype, device="cpu"), own]
+        ).to(device)
         for rider, part in self._parts(message):
             rider.put(part)
         return message
@@ -186,7 +188,7 @@ def first_not_finite(state: ModelState, guard: Guard) -> str:
     if at >= 0:
         found = next((s.param for s in plan.segments if s.shard_begin <= at < s.shard_begin + s.length), -1)
     if not plan.own_all and plan.world > 1:
-        everyone = guard.group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
+        everyone = guard.group.gather_all(torch.tensor([found], dtype=torch.int64, device="cpu")).view(-1).tolist()
         found = min((f for f in everyone if f >= 0), default=-1)
     return state.names[found] if found >= 0 else "unknown"
 
@@ -248,7 +250,7 @@ def first_weight_not_finite(state: ModelState, guard: Guard) -> str:
         at = next((i for i in mine if not _finite(state.frozen_value(state.frozen[i][1]))), -1)
     if found < 0 <= at:
         found = len(state.names) + at
-    everyone = group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
+    everyone = group.gather_all(torch.tensor([found], dtype=torch.int64, device="cpu")).view(-1).tolist()
     found = min((f for f in everyone if f >= 0), default=-1)
     names = [*state.names, *(name for name, _ in state.frozen)]
     return names[found] if found >= 0 else ""

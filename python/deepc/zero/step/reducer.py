@@ -209,7 +209,7 @@ class Tree:
                 else ()
             ),
         ]
-        self._none = torch.empty(0, dtype=torch.float64)
+        self._none = torch.empty(0, dtype=torch.float64, device="cpu")
         self.leaves, self.closed = 0, False
 
     def check(self, assign: bool) -> None:

@@ -50,7 +50,7 @@ class LayoutOrder:
         self.owed = 0  # passes of earlier micro-batches without a loss, to be made before the first one that has one
         self._micro = self._forwards = 0
         self._divided: bool | None = None
-        seed = torch.tensor([torch.initial_seed() % 2**63], dtype=torch.int64)
+        seed = torch.tensor([torch.initial_seed() % 2**63], dtype=torch.int64, device="cpu")
         group.broadcast(seed, 0)
         self._seed = int(seed)
         if (
@@ -210,7 +210,7 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
             return list(range(self._samples))
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
-        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        order: list[int] = torch.randperm(self._samples, generator=generator, device="cpu").tolist()
         return order
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -264,6 +264,6 @@ class BucketSampler(MicroBatchSampler):
         for first in range(0, whole, self._pool * step):
             pool = sorted(order[first : min(first + self._pool * step, whole)], key=self._lengths.__getitem__)
             steps = len(pool) // step
-            for k in torch.randperm(steps, generator=draw).tolist() if self._shuffle else range(steps):
+            for k in torch.randperm(steps, generator=draw, device="cpu").tolist() if self._shuffle else range(steps):
                 out += pool[k * step : (k + 1) * step]
         return out + sorted(order[whole:], key=self._lengths.__getitem__)

@@ -786,7 +786,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._make_args()
             return
         self._counts.load(saved["step"], {})
-        common = {k: torch.tensor(v) for k, v in saved.get("scalars", {}).items()}  # of all, as before 0.1.0
+        # of all, as before 0.1.0
+        common = {
+            k: torch.tensor(v, dtype=torch.float32 if isinstance(v, float) else None, device="cpu")
+            for k, v in saved.get("scalars", {}).items()
+        }
         for s, shard in self._shards:
             if shard in self._twin.state or common:
                 own = {name: v for name, i, v in scalars if i == s.param}

@@ -100,11 +100,11 @@ class DiskFlats:
         sums = self._segment.tensor(torch.int32, 0, blocks)
         array: DiskArray | None = None
         failure: DiskError | None = None
-        place = torch.zeros(len(Place._fields), dtype=torch.int64)
+        place = torch.zeros(len(Place._fields), dtype=torch.int64, device="cpu")
         try:
             if group.leader:
                 array = DiskArray(self._folder, numel, state.dtype, what, sums=sums)
-                place = torch.tensor(array.place())
+                place = torch.tensor(array.place(), device="cpu")
         except DiskError as exc:
             failure = exc
         node.broadcast(place, 0)
@@ -137,7 +137,7 @@ class DiskFlats:
             self.array.put(state.plan.layout.offsets[index], value)
 
     def home(self, state: ModelState, index: int, p: torch.nn.Parameter) -> torch.Tensor:
-        return torch.empty(0, dtype=state.dtype)  # a view of its unit soon
+        return torch.empty(0, dtype=state.dtype, device="cpu")  # a view of its unit soon
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
         known = give(p, read=state.group.leader)
@@ -153,7 +153,7 @@ class DiskFlats:
         if state.group.leader:
             self.array.put(self._frozen_end, value)
         self._frozen_end += padded(slots(p, p.numel(), state.dtype))
-        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)
+        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype, device="cpu")
 
     def spread(self, state: ModelState) -> None:
         state.group.barrier()
@@ -175,7 +175,7 @@ class DiskFlats:
         group = state.group
         if group.nodes == 1 or not group.carries(rank):
             return None
-        value = torch.zeros(n, dtype=state.dtype)
+        value = torch.zeros(n, dtype=state.dtype, device="cpu")
         failure: DiskError | None = None
         try:
             if rank == group.rank:

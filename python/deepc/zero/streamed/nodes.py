@@ -35,7 +35,7 @@ class DiskNodesReducer(NodesReducer, ReadsAhead):
         wire: torch.dtype,
         pre_scale: float,
     ) -> None:
-        super().__init__(plan, group, torch.empty(0), partial, wire, pre_scale)
+        super().__init__(plan, group, torch.empty(0, dtype=torch.float32, device="cpu"), partial, wire, pre_scale)
         self._store = store
         self._writes: collections.deque[tuple[Handle | None, torch.Tensor]] = collections.deque()
 

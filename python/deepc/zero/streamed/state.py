@@ -81,7 +81,8 @@ class HostFlats(NodeFlats):
         place = cast(torch.Tensor, state.frozen_flat)[self._frozen_at : self._frozen_at + value.numel()]
         self._frozen_at += padded(value.numel())
         self._places[id(p)] = place.copy_(value)
-        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)  # a view of its unit soon
+        # a view of its unit soon
+        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype, device="cpu")
 
     def source(self, state: StreamedState) -> Source:
         return HostSource(state.device)
@@ -249,7 +250,9 @@ class StreamedState(ModelState):
         if self.disk is None:
             return most
         room = memory.available() // (parts * ranks_here * self.dtype.itemsize)
-        least = torch.tensor([float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64)
+        least = torch.tensor(
+            [float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64, device="cpu"
+        )
         return int(self.group.gather_all(least).min())
 
     def watches(self, p: torch.nn.Parameter) -> bool:

@@ -147,7 +147,7 @@ class StoredCodes:
         self._stream.write(self._array + SCALE, self._unit, units)
 
     def _units(self) -> torch.Tensor:
-        return torch.zeros(-(-self._numel // UNIT))
+        return torch.zeros(-(-self._numel // UNIT), dtype=torch.float32, device="cpu")
 
 
 class CodedOnDisk(_Codes):

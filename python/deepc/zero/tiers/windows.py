@@ -126,7 +126,7 @@ class Window:
     def read(self) -> torch.Tensor:
         """The values; not to be written: a view of them in memory, a copy from disk and of codes."""
         if not isinstance(self.array, torch.Tensor):
-            return self.array.read(self.begin, torch.empty(self.length, dtype=self.array.dtype))
+            return self.array.read(self.begin, torch.empty(self.length, dtype=self.array.dtype, device="cpu"))
         return self.view
 
     def copy_to(self, out: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class Window:
         """All elements are `value`."""
         for part in self.parts():
             if not part.in_memory:
-                part.write(torch.full((part.length,), value))
+                part.write(torch.full((part.length,), value, dtype=torch.float32, device="cpu"))
             else:
                 part.view.fill_(value)
 

@@ -105,7 +105,7 @@ def _told(routes: Routes, capacity: int | None, ep_group: Any, sparse: bool) -> 
     if sparse:
         return (
             routes.balance,
-            torch.tensor(capacity),
+            torch.tensor(capacity, device="cpu"),
             experts,
             expert.masked_fill(~kept, -1).int(),
             at.masked_fill(~kept, 0).int(),

@@ -267,7 +267,8 @@ def get_model_profile(
     if input_shape is not None:
         if not isinstance(input_shape, tuple) or not input_shape:
             raise ArgumentError(f"input_shape={input_shape!r}; it must be a tuple with at least one size, batch first")
-        like = next(model.parameters(), torch.empty(()))
+        usual = torch.empty((), dtype=torch.get_default_dtype(), device=torch.get_default_device())
+        like = next(model.parameters(), usual)
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not kwargs:
         raise ArgumentError("get_model_profile needs input_shape=, or the model's inputs as args= or kwargs=")

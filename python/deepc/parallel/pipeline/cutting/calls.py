@@ -77,4 +77,4 @@ def to_meta(t: torch.Tensor) -> torch.Tensor:
 
 def zeros(value: Any) -> Any:
     """Of the same shapes, in no memory of their own."""
-    return mapped(value, lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape))
+    return mapped(value, lambda t: torch.zeros((), dtype=t.dtype, device="cpu").expand(t.shape))

@@ -97,7 +97,7 @@ class CutModel:
         self._here = mesh.coordinates(rank).pp
         self._running: tuple[int, Any] | None = None
         self._between: torch.Tensor | None = None  # what goes from half to half of the block in which the stage ends
-        self._entered = torch.empty(0)  # what that block got
+        self._entered = torch.empty(0, dtype=torch.float32, device="cpu")  # what that block got
         self._made: dict[str, Any] = {}  # by the modules of it behind which the stage ends
         self.names = further_names(model)
         self._let_go: list[weakref.ref[torch.nn.Parameter]] = []  # that the model had, and another stage has
@@ -151,7 +151,7 @@ class CutModel:
 
     def _of_all(self, costs: list[float]) -> list[float]:
         """The sum over the ranks. Collective."""
-        total = torch.tensor(costs, dtype=torch.float64)
+        total = torch.tensor(costs, dtype=torch.float64, device="cpu")
         dist.all_reduce(total)
         return total.tolist()
 
@@ -200,7 +200,7 @@ class CutModel:
         with evaluating(self._model), torch.no_grad():
             made = Stages(self, self.mesh.group("pp", dist.get_rank()), self._here).evaluate(_Alone(self), [batch])
         same = not made or all(map(close, every_tensor(made[0]), whole))
-        wrong = torch.tensor([float(not same)])
+        wrong = torch.tensor([float(not same)], dtype=torch.float32, device="cpu")
         dist.all_reduce(wrong)
         if wrong.item():
             raise DeepcError(
@@ -311,7 +311,7 @@ class CutModel:
         finally:
             self._running = self._between = None
             self._made.clear()
-            self._entered = torch.empty(0)
+            self._entered = torch.empty(0, dtype=torch.float32, device="cpu")
 
     # ---- as a part of a pipeline -------------------------------------------------------------------------------------
     def blocks(self) -> list[torch.nn.Module]:

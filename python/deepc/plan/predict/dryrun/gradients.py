@@ -142,7 +142,9 @@ class Reducer:
         """As GradientHooks.change_left (zero/step/hooks.py), of what waits for the next pass."""
         for i, p in enumerate(self._params):
             waiting = self._waiting.get(i)
-            self._waiting[i] = change(i, torch.zeros(p.shape, dtype=dtype) if waiting is None else waiting)
+            self._waiting[i] = change(
+                i, torch.zeros(p.shape, dtype=dtype, device="cpu") if waiting is None else waiting
+            )
 
     def flush(self) -> None:
         """A pass of what waits for one."""

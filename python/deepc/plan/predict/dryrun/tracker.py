@@ -52,7 +52,7 @@ def make_tracker() -> type[Any]:
 
         def learn_sole(self) -> None:
             """Inside of the modes: what references a sum of gradients has that autograd adds to in place."""
-            x = torch.ones((), requires_grad=True) * 1.0
+            x = torch.ones((), requires_grad=True, dtype=torch.float32, device="cpu") * 1.0
             (torch.sin(x) + torch.cos(x)).backward()
 
         def _adds_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:

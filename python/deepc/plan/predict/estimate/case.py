@@ -492,7 +492,8 @@ def _torch_update(
         with mode:
             for s in plan.segments:
                 shape = trained[s.param].shape if s.length == plan.layout.numels[s.param] else (s.length,)
-                source, grad = torch.empty(shape), torch.empty(shape)
+                source = torch.empty(shape, dtype=torch.float32, device="cpu")
+                grad = torch.empty_like(source)
                 tracker.known(source), tracker.known(grad)
                 p = torch.nn.Parameter(source)
                 p.grad = grad

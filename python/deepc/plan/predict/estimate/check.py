@@ -168,7 +168,9 @@ def check_plan(
         return e
     have = memory.available()
     told = [e.rank_peak, e.shared if counts_shared else 0, have, group.node, stage, not failure]
-    rows = [_Told(*map(int, r)) for r in group.gather_all(torch.tensor(told, dtype=torch.float64)).tolist()]
+    rows = [
+        _Told(*map(int, r)) for r in group.gather_all(torch.tensor(told, dtype=torch.float64, device="cpu")).tolist()
+    ]
     nodes = [[r for r in rows if r.node == n] for n in dict.fromkeys(r.node for r in rows)]
     mine = [r for r in rows if r.node == group.node]
     e = changed(e, node_peak=sum(r.private + r.shared for r in mine), available=min(r.available for r in mine))

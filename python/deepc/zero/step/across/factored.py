@@ -58,7 +58,7 @@ class FactoredUpdate(AcrossUpdate):
             if s.param not in self._matrices:
                 self._variance_at[s] = variances
                 variances += padded(s.length)
-        self._factors = torch.zeros(factors, device=state.state_device)
+        self._factors = torch.zeros(factors, device=state.state_device, dtype=torch.float32)
         self._variance = state.zeros(variances, torch.float32, "exp_avg_sq")
         self._scratch = Scratch(factors, state.state_device)
         self._passes = Passes(state, sharers)
@@ -266,7 +266,7 @@ class CutFactors:
                 )
             self._whole[p], self._whole_at[p] = m, factors
             factors += m.factors
-        self._factors, self._scratch = torch.zeros(factors), Scratch(factors)
+        self._factors, self._scratch = torch.zeros(factors, dtype=torch.float32, device="cpu"), Scratch(factors)
         self.leave_out(frozenset())
 
     def __contains__(self, param: int) -> bool:

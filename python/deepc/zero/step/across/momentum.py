@@ -155,7 +155,8 @@ class MomentumUpdate(AcrossUpdate):
             exchange.clear_errors()
             return
         places, then, now = method.places, int(saved["workers"]), exchange.workers
-        worker, server = torch.zeros(places.total), torch.zeros(places.total)  # on the host, where they are read
+        worker = torch.zeros(places.total, dtype=torch.float32, device="cpu")  # on the host, where they are read
+        server = torch.zeros_like(worker)
         recut = self._recut(saved)
         for i, item in enumerate(method.sent):
             s = of[id(item)]

@@ -54,7 +54,7 @@ class Sharers:
         """The squares of whole parameters from those of the shards here, of which every one must be there; of what is
         not cut those of the first rank, for shards of unequal sizes have it in other blocks, which are added up in
         another order. Collective."""
-        mine = torch.tensor([found[p] for p in sorted(found)], dtype=torch.float64)
+        mine = torch.tensor([found[p] for p in sorted(found)], dtype=torch.float64, device="cpu")
         rows = self.gather_all(mine.view(-1)).view(self.size, -1, 2)
         total = torch.zeros_like(mine)
         for row in rows:
@@ -83,7 +83,7 @@ class Sharers:
         of = [[p for p in cost if owner[p] == r] for r in range(self.size)]
         numels = [[math.prod(self.cuts[p].shape) for p in some] for some in of]
         made = [make(p).reshape(-1) for p in of[self.rank]]
-        mine = torch.cat(made) if made else torch.empty(0, dtype=like)
+        mine = torch.cat(made) if made else torch.empty(0, dtype=like, device="cpu")
         widths = [sum(n) for n in numels]
         out = {}
         for some, sizes, row in zip(of, numels, self._gather(mine, widths).split(widths)):

@@ -196,7 +196,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         for p in r.owner:
             group = self._groups[self._group_of[p]]
             for s in self._mine.get(p, ()):
-                self._lows[s] = torch.empty(s.length, dtype=r.dtype)
+                self._lows[s] = torch.empty(s.length, dtype=r.dtype, device="cpu")
                 yield from self._of_parts(s, functools.partial(self._momentum_part, s, self._lows[s], group))
 
     def _momentum_part(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Writes:
