@@ -459,6 +459,64 @@ def test_the_plan_says_what_lies_where(tmp_path):
     assert live == 12345, "max_in_cpu is honoured"
 
 
+# ---- evaluation reads ahead ------------------------------------------------------------------------------------------
+def _read_ahead(engine, disk):
+    """Passes without gradients that repeat, behind which the next one's first units are on their way."""
+    from deepc.zero.parameters.param import UnitState
+
+    x, y = tiny.make_batch(7, 2)
+    with torch.no_grad():
+        losses = [engine(x, y).item() for _ in range(4)]
+    assert len(set(losses)) == 1
+    assert not disk or any(u.state is UnitState.ARRIVING for u in engine.state.units._units)
+    return losses[0]
+
+
+def _evaluated_between(rank, world, cfg, folder, disk):
+    """Evaluates before all that writes parameters."""
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(layers=4), config=cfg)[0]
+    average = deepc.EMA(engine, 0.5)
+    losses = _steps(engine, 1, rank, world)
+    engine.save_checkpoint(folder)
+    for step in range(1, 3):
+        x, y = tiny.make_batch(step, 2 * world)
+        loss = engine(x[2 * rank :][:2], y[2 * rank :][:2])
+        engine.backward(loss)
+        losses += [loss.item(), _read_ahead(engine, disk)]
+        assert engine.step().applied
+    losses.append(_read_ahead(engine, disk))
+    average.update()
+    with average.applied():
+        losses.append(_read_ahead(engine, disk))
+    losses.append(_read_ahead(engine, disk))
+    up, ln = engine.module.blocks[0].up.weight, engine.module.blocks[1].ln1.weight
+    deepc.view(up).fp32 = engine.full_fp32_param(up) / 2
+    losses.append(_read_ahead(engine, disk))
+    with deepc.zero.GatheredParameters([ln], modifier_rank=0):
+        ln.data.mul_(2)  # whose block on disk others share
+    losses.append(_read_ahead(engine, disk))
+    engine.load_checkpoint(folder)
+    losses.append(_read_ahead(engine, disk))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, states",
+    [(2, False), pytest.param(1, True, marks=pytest.mark.full), pytest.param(2, True, marks=pytest.mark.full)],
+)
+def test_what_evaluation_has_read_ahead_is_no_damage_when_it_is_written(world, states, tmp_path):
+    base = tiny.config(3, micro=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=states, **LIMITS)
+    memory, disk = (
+        run_ranks(_evaluated_between, world, c, str(tmp_path / name), c is cfg)
+        for c, name in ((base, "memory"), (cfg, "disk"))
+    )
+    assert disk == memory
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 def _damaged(rank, world, cfg):
     """A byte of a block's values is changed on disk: the forward names it; written again, all goes on."""

@@ -261,7 +261,8 @@ class _Landing:
 class DiskSource:
     """Gathers by reading from the array on the node's disk, in the background from `begin` to `complete`; for a GPU
     into the host's memory, from where `complete` sends it. One-sided, as NodeSource. A read that fails raises where the
-    unit is needed; the unit can be asked for again."""
+    unit is needed; the unit can be asked for again. One that is dropped is not looked at: what it reads may be written
+    meanwhile."""
 
     def __init__(self, array: DiskArray, begin_of: Callable[[torch.nn.Parameter], int]) -> None:
         self._array, self._begin_of = array, begin_of
@@ -313,6 +314,12 @@ class DiskSource:
         if landed is not None:
             self._landing.send(landed, unit)
 
+    def drop(self, unit: FlatUnit) -> None:
+        for read in self._reads.pop(unit.index, ()):
+            read.abandon()
+        if (landed := self._landed.pop(unit.index, None)) is not None:
+            self._landing.give_back(landed, unit)
+
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
         return self._array.get(self._begin_of(unit.params[i]), unit.numels[i])
 
@@ -321,7 +328,7 @@ class DiskSource:
         self._array.put(self._begin_of(unit.params[i]), value)
 
     def settle(self) -> None:
-        pass  # a file's readers and writers order themselves
+        pass  # who writes needs not wait: what is read meanwhile is dropped, as values of before the write are
 
     def fail(self, error: BaseException) -> None:
         pass  # nobody waits here

@@ -228,6 +228,11 @@ class StreamedUnits:
         self._source.complete(unit)
         unit.finish()
 
+    def _drop(self, unit: FlatUnit) -> None:
+        """Of what was gathered ahead, and nobody has come for: the owners may have written since."""
+        self._source.drop(unit)
+        unit.drop()
+
     def _make_room(self, elems: int) -> None:
         """Releases idle units, least recently used first, until `elems` more are within stage3_max_live_parameters.
         What is needed now comes in any case."""
@@ -244,7 +249,7 @@ class StreamedUnits:
         if unit.persistent or not unit.live or unit.uses or self._holds:
             return False
         if unit.state is UnitState.ARRIVING:
-            self._finish(unit)
+            self._drop(unit)
         if unit.referred:
             self._stats["blocked"] += unit not in self._blocked
             self._blocked.add(unit)
@@ -603,7 +608,7 @@ class StreamedUnits:
         for unit in self._units:
             if unit.live and not self._release(unit):
                 if unit.state is UnitState.ARRIVING:
-                    self._finish(unit)
+                    self._drop(unit)
                 if unit.ready:
                     unit.outdate()
                 if unit.uses or unit.persistent:
