@@ -9,7 +9,7 @@ import os
 import pytest
 import tiny
 import torch
-from ranks import on_nodes
+from ranks import for_this_job, on_nodes
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_streamed import LIMITS, NO_LIMITS, ODD, TINY, _odd_training, _tiny_training, same
@@ -660,6 +660,74 @@ def test_a_transfer_that_fails_loses_nothing(world, precision, kind, tmp_path):
         assert said.count("step") >= 4 and said.count("backward") >= (4 if world < 4 else 2)
         assert [s for s in said if s != "forward"] == [s for s in failing[0][2] if s != "forward"], "on all ranks alike"
     assert "forward" in failing[-1][2]
+
+
+def _read_in_between(rank, world, cfg, folder, fails):
+    """A step that the disk of the last rank breaks off; before its rest, or a checkpoint, somebody reads."""
+    import deepc
+    from deepc.errors import DamagedError, DeepcError, DiskError, DiskFullError
+    from deepc.offload.array import DiskArray
+
+    failing, write = False, DiskArray.write_async
+
+    def write_async(self, begin, values):
+        handle = write(self, begin, values)
+        if failing:
+            handle.wait()
+            with open(self.path, "r+b", buffering=0) as f:  # the disk took none of it
+                f.seek(begin * values.itemsize)
+                f.write(bytes(values.nbytes))
+            raise DiskFullError("[made by the test]")
+        return handle
+
+    for_this_job(DiskArray, "write_async", write_async)
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    losses = _steps(engine, 1, rank, world)
+    engine.save_checkpoint(folder)
+    p = engine.module.blocks[1].up.weight
+    for way_out in (engine.step, lambda: engine.load_checkpoint(folder)):
+        x, y = tiny.make_batch(1, 2 * world)
+        x, y = x[2 * rank :][:2], y[2 * rank :][:2]
+        loss = engine(x, y)
+        engine.backward(loss)
+        losses.append(loss.item())
+        if fails:
+            failing = rank == world - 1
+            with pytest.raises(DiskError, match=f"rank {world - 1}: .*made by the test.*engine.step.. does the rest"):
+                engine.step()
+            failing = False
+            for read in (
+                lambda x=x, y=y: engine(x, y),
+                lambda x=x, y=y: engine.module(x, y),
+                lambda: engine.full_fp32_param(p),
+                lambda: deepc.view(p).local.fp32,
+                engine.module_state_dict,
+                lambda: deepc.zero.GatheredParameters([p]).__enter__(),
+            ):
+                with pytest.raises(DeepcError, match=r"step \d is done in part.*engine.step.. does the rest") as told:
+                    read()
+                assert not isinstance(told.value, DamagedError)
+        elif way_out == engine.step:
+            engine.step()
+        if fails or way_out != engine.step:
+            way_out()
+        with torch.no_grad():
+            losses += [engine(x, y).item(), engine.full_fp32_param(p).sum().item()]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, states", [(2, False), *(pytest.param(*row, marks=pytest.mark.full) for row in ((1, False), (2, True)))]
+)
+def test_a_step_that_the_disk_broke_off_is_no_damage_to_who_reads(world, states, tmp_path):
+    base = tiny.config(3, micro=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=states, **LIMITS)
+    memory, disk = (
+        run_ranks(_read_in_between, world, c, str(tmp_path / name), c is cfg)
+        for c, name in ((base, "memory"), (cfg, "disk"))
+    )
+    assert disk == memory
 
 
 def _in_memory(rank, world, cfg):

@@ -63,6 +63,7 @@ class Engine(EngineBase):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what
         the model computes in."""
+        self.require_whole_step()
         out = None
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
@@ -285,6 +286,7 @@ class Engine(EngineBase):
                 update()
             else:
                 self._on_disk(update)
+        self.state.break_off("")
         with self.events.span("publish"):
             if not self.plan.parameters_on:
                 self.publish()
@@ -312,6 +314,7 @@ class Engine(EngineBase):
             f"step {self.global_steps + 1} is done in part, because what lies on disk could not be moved:"
             f" {said_once(told)}. {advice}"
         )
+        self.state.break_off(self.broken_step)
         raise kind(self.broken_step) from mine
 
     def _skipped(self, result: StepResult) -> StepResult:

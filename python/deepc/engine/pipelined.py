@@ -125,6 +125,7 @@ class PipelineEngine(Engine):
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         self.require_alive("train_batch")
+        self.require_whole_step()
         with self._death_is_told():
             return self._trained(data_iter)
 
@@ -201,6 +202,7 @@ class PipelineEngine(Engine):
         return_logits=True: what the last layer returned instead, or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
+        self.require_whole_step()
         with self._death_is_told():
             batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
         training = self.module.training

@@ -392,6 +392,10 @@ class ModelState:
     def fail(self, error: BaseException) -> None:
         """No rank with the same part of the model waits for a gather with this one any more."""
 
+    def break_off(self, why: str) -> None:
+        """Until the next call parameters that lie on disk are not read, and this is why: some of what a step was to
+        write is not there. "": they are there."""
+
     def settle(self) -> None:
         """Returns when nothing reads the parameters where they lie, on the host, for a device."""
 

@@ -274,6 +274,10 @@ class StreamedState(ModelState):
         if self.streamed is not None:
             self.streamed.fail(error)
 
+    def break_off(self, why: str) -> None:
+        if self.disk is not None:
+            self.disk.broken = why
+
     def settle(self) -> None:
         if self.streamed is not None:
             self.streamed.settle_reads()
