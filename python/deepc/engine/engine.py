@@ -77,6 +77,7 @@ class Engine(EngineBase):
             with (
                 self._death_is_told(),
                 self._disk_is_told(),
+                self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
             ):
@@ -108,7 +109,7 @@ class Engine(EngineBase):
         try:
             whole, out = self.step_policy.losses(loss, scale_wrt_gas)
             scaled = whole.float() * self.scaler.loss_scale if self.scaler is not None else whole
-            with self._death_is_told():
+            with self._death_is_told(), self.state.running():
                 if self.hooks.synchronising:
                     self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
                 else:

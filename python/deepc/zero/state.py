@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.internode.crossing import requantized
 from ..core import memory
+from ..core.foreign import private
 from ..core.lib import call
 from ..core.ops import code, torch_dtype
 from ..errors import ConfigError, DiskError, UnsupportedError
@@ -383,6 +384,11 @@ class ModelState:
 
     def one_pass(self, trains: bool) -> AbstractContextManager[None]:
         """Around a batch of a pipeline, whose forwards and backwards alternate. trains: with gradients."""
+        return nullcontext()
+
+    @private.uncompiled
+    def running(self) -> AbstractContextManager[None]:
+        """Around a forward or backward of the model: behind it none of its modules runs, whatever has ended it."""
         return nullcontext()
 
     def meet(self) -> None:

@@ -436,7 +436,10 @@ class InferenceEngine(Served):
         for m in training:
             m.training = False
         try:
-            with torch.no_grad():
+            with (
+                torch.no_grad(),
+                self.trainer.state.running() if self.trainer is not None else contextlib.nullcontext(),
+            ):
                 yield
         finally:
             for m in training:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...core import memory
+from ...core.foreign import private
 from ...errors import CommError, DiskError
 from ...offload.array import Window
 from ...plan.layout import Segment, keeps_bytes, padded
@@ -371,6 +372,10 @@ class StreamedState(ModelState):
 
     def one_pass(self, trains: bool) -> AbstractContextManager[None]:
         return self.units.one_pass(trains)
+
+    @private.uncompiled
+    def running(self) -> AbstractContextManager[None]:
+        return self.units.running()
 
     def close(self) -> None:
         if self.streamed is not None:
