@@ -730,6 +730,85 @@ def test_a_step_that_the_disk_broke_off_is_no_damage_to_who_reads(world, states,
     assert disk == memory
 
 
+def _fails_at_the_end(rank, world, cfg, way, fails):
+    """The disk of the last rank takes none of a pass's gradients, which that pass tells at its end."""
+    import deepc
+    from deepc.errors import DeepcError, DiskError
+    from deepc.zero.streamed.gradients import GradientStore
+
+    write = GradientStore.write
+    failing = False
+
+    def refused(self, begin, values):
+        handle = write(self, begin, values)
+        if failing:
+            self._failure = DiskError("[made by the test]")
+        return handle
+
+    for_this_job(GradientStore, "write", refused)
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    assert engine.plan.gradients_on or not fails
+
+    def micro_batch(number):
+        x, y = (t[2 * rank :][:2] for t in tiny.make_batch(number, 2 * world))
+        loss = engine(x, y)
+        if way == "bare":
+            loss.backward()
+        elif way == "engine":
+            engine.backward(loss)
+        else:
+            with engine.no_sync():
+                engine.backward(loss)
+        return loss.item()
+
+    def empty():  # the pass of a micro-batch in which this rank has made none
+        engine.hooks.empty_pass(engine.is_gradient_accumulation_boundary())
+
+    losses = []
+    for step in range(3):
+        if fails and step == 1:
+            micro_batch(7)
+            engine.step()
+            failing = rank == world - 1
+            # With no_sync the pass is the step's own, for gradients that no other has taken.
+            with pytest.raises(DiskError, match=f"rank {world - 1}: .*made by the test.*first micro-batch"):
+                if way == "no_sync":
+                    micro_batch(8)
+                    engine.step()
+                elif way == "empty":
+                    empty()
+                else:
+                    micro_batch(8)
+            failing = False
+            with pytest.raises(DeepcError, match="zero_grad"):
+                engine.step()
+            engine.zero_grad()
+        for k in range(2):
+            losses.append(micro_batch(10 * step + k))
+            result = engine.step()
+        assert result.applied
+        losses.append(result.grad_norm)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, way",
+    [
+        (1, "bare"),
+        (2, "bare"),
+        (2, "no_sync"),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in ((1, "no_sync"), (2, "empty"), (2, "engine"))),
+    ],
+)
+def test_gradients_that_the_disk_refuses_at_the_end_of_a_pass(world, way, tmp_path):
+    base = tiny.config(3, micro=2, gas=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=True, **LIMITS)
+    memory, disk = (run_ranks(_fails_at_the_end, world, c, way, c is cfg) for c in (base, cfg))
+    for found, wanted in zip(disk, memory, strict=True):
+        assert found == wanted
+
+
 def _in_memory(rank, world, cfg):
     import deepc
 

@@ -49,7 +49,7 @@ class Engine(EngineBase):
         """given: the fields of assembly.Given. Collective."""
         super().__init__()
         self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
-        self.hooks.passed = self._pass_is_whole
+        self.hooks.passed = self._pass_ended
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
@@ -144,11 +144,13 @@ class Engine(EngineBase):
     def _disk_in_passes(self) -> bool:
         return bool(self.plan.parameters_on or self.activations.on_disk or self.recomputation.on_disk)
 
-    def _pass_is_whole(self) -> None:
-        """After a pass that `backward` did not make (hooks.py): the disk of another rank may have broken off its own.
-        Collective where there is a disk."""
+    def _pass_ended(self, mine: DiskError | None) -> None:
+        """After a pass that `backward` did not make (hooks.py), which the disk of this rank, or of another one, may
+        have broken off. Collective where there is a disk."""
         if self._disk_in_passes:
-            self._tell_broken_pass(None)
+            self._tell_broken_pass(mine)
+        elif mine is not None:
+            raise mine
 
     def _tell_broken_pass(self, mine: DiskError | None) -> None:
         """If the disk of some rank broke off a pass that is at its end: the same error on all. Collective."""

@@ -155,24 +155,12 @@ class PipelineEngine(Engine):
         self._stages.hops.finish()
         self._share_gradients()
         if self._sums:
-            self._flush()
+            self.hooks.flush()
         while not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
         loss = self._mean(losses)
         super().step()
         return loss
-
-    def _flush(self) -> None:
-        """The batch's gradients are reduced. Where they lie on disk, what breaks it off is an error on all ranks."""
-        mine: DiskError | None = None
-        try:
-            self.hooks.flush()
-        except DiskError as exc:
-            mine = exc
-        if self.plan.gradients_on:
-            self._tell_broken_pass(mine)
-        elif mine is not None:
-            raise mine
 
     def measure_batch(self, data_iter: Iterator[Any] | None = None) -> Measured:
         """train_batch, with the times of its actions on all ranks of this pipeline, and what the schedule's simulation
