@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -31,8 +32,12 @@ int dc__disk_ring_reserve(int fd, int64_t bytes) {
   do rc = fallocate(fd, 0, 0, bytes);
   while (rc && errno == EINTR);
   if (rc && (errno == EOPNOTSUPP || errno == ENOSYS)) { /* no such promise there: at least the size */
-    do rc = ftruncate(fd, bytes);
-    while (rc && errno == EINTR);
+    struct stat st;
+    rc = fstat(fd, &st);
+    if (!rc && st.st_size < bytes) { /* of a larger file ftruncate would cut the rest off */
+      do rc = ftruncate(fd, bytes);
+      while (rc && errno == EINTR);
+    }
   }
   return rc ? -errno : 0;
 }

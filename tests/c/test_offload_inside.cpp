@@ -3,6 +3,8 @@
 // is ever wrong.
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +18,19 @@
 #include "offload/offload.h"
 #include "offload/ring.h"
 #include "offload_files.h"
+
+namespace {
+
+int no_fallocate = 0; // an errno: the file system has no such call
+
+} // namespace
+
+// In place of the C library's, for the core that is linked into this program.
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  if (!no_fallocate) return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
+  errno = no_fallocate;
+  return -1;
+}
 
 namespace {
 
@@ -431,6 +446,39 @@ TEST_P(Faults, DirectTransfersThatAreRefusedGoThroughThePageCache) {
     EXPECT_EQ(0, memcmp(m.at, wanted.at, 65536));
   }
   EXPECT_EQ(dc_file_close(f), DC_OK);
+}
+
+// A file system without fallocate (NFS before 4.2): reserve_bytes makes a file longer, and never shorter.
+TEST_P(Faults, ReservingCutsNoFileWhereThereIsNoFallocate) {
+  Folder folder;
+  Memory m(16384), found(16384);
+  pattern(m.at, 16384, 4);
+  for (const int error : {EOPNOTSUPP, ENOSYS}) {
+    for (const int create : {0, static_cast<int>(DC_FILE_CREATE)}) {
+      Config k(folder.path + "/x", DC_FILE_WRITE | DC_FILE_CREATE | DC_FILE_TRUNCATE | GetParam().flags);
+      dc_file *f = nullptr;
+      dc_piece p = {m.at, 16384, 0};
+      ASSERT_EQ(dc_file_open(&k, &f), DC_OK) << dc_last_error();
+      ASSERT_EQ(dc_file_write(f, &p, 1), DC_OK) << dc_last_error();
+      ASSERT_EQ(dc_file_close(f), DC_OK);
+      for (const int64_t bytes : {4096, 16384, 40960}) {
+        Config more(folder.path + "/x", DC_FILE_WRITE | create | GetParam().flags);
+        more.reserve_bytes = bytes;
+        no_fallocate = error;
+        const int rc = dc_file_open(&more, &f);
+        no_fallocate = 0;
+        ASSERT_EQ(rc, DC_OK) << dc_last_error();
+        dc_file_info info = {};
+        info.struct_size = sizeof info;
+        ASSERT_EQ(dc_file_get_info(f, &info), DC_OK);
+        EXPECT_EQ(info.size_bytes, std::max<int64_t>(bytes, 16384)) << bytes << " bytes reserved";
+        p.data = found.at;
+        ASSERT_EQ(dc_file_read(f, &p, 1), DC_OK) << dc_last_error();
+        EXPECT_EQ(0, memcmp(m.at, found.at, 16384)) << bytes << " bytes reserved";
+        ASSERT_EQ(dc_file_close(f), DC_OK);
+      }
+    }
+  }
 }
 
 const auto kRings = ::testing::Values(

@@ -109,6 +109,98 @@ def test_states_that_some_parameters_have(name, world, stage, tmp_path):
     assert all(run_quietly(_torch_states, world, name, stage, str(tmp_path)))
 
 
+class Paced(torch.optim.Optimizer):
+    """Keeps states in its param group, as Prodigy, D-Adaptation and schedule-free optimizers do: what it was made with,
+    and what the first step adds."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "d": 0.5, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["k"] == 0:
+                group.update(weight_sum=0.0, pace=torch.tensor(1.0, dtype=torch.float64), last=[torch.zeros(2)])
+                group["rows"] = torch.ones(3)
+            group["k"] += 1
+            group["d"] *= 1 + 1 / group["k"]
+            group["weight_sum"] += group["d"] * group["lr"]
+            group["pace"].mul_(0.9)
+            group["rows"].add_(1)
+            group["last"].append(group["rows"] * group["k"])
+            pace = group["d"] * float(group["pace"]) * float(group["last"][-2].sum() + 1) / float(group["rows"].sum())
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=float(group["lr"]) * pace / (1 + group["weight_sum"]))
+
+
+def _kept_in_groups(rank, world, stage, folder):
+    """Each step goes on with what the one before has left in the groups, as without an engine and after a resume; LR
+    schedulers write there as well."""
+    plain = tiny.make_model()
+    by_hand = Paced(plain.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(by_hand, lambda n: 1 / (1 + n))
+    for number in range(5):
+        by_hand.zero_grad()
+        plain(*tiny.make_batch(number)).backward()
+        by_hand.step()
+        schedule.step()
+    want = by_hand.param_groups[0]
+    found = []
+    for resumes in (False, True):
+        model = tiny.make_model()
+        base = Paced(model.parameters())
+        engine = make(model, stage, base, 8 // world, zero_allow_untested_optimizer=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda n: 1 / (1 + n))
+        if resumes:
+            engine.load_checkpoint(folder)
+            schedule.load_state_dict(torch.load(f"{folder}/schedule{rank}"))
+        for number in range(3 if resumes else 0, 5):
+            step(engine, number, rank, world)
+            schedule.step()
+            if number == 2 and not resumes:
+                engine.save_checkpoint(folder)
+                torch.save(schedule.state_dict(), f"{folder}/schedule{rank}")
+        group = engine.optimizer.param_groups[0]
+        assert group is base.param_groups[0] and group["params"] == list(model.parameters())
+        for name in ("lr", "betas", "d", "k", "weight_sum"):
+            assert group[name] == want[name] and type(group[name]) is type(want[name]), name
+        assert torch.equal(group["pace"], want["pace"]) and group["pace"].dtype == torch.float64
+        assert torch.equal(group["rows"], want["rows"])
+        assert all(map(torch.equal, group["last"], want["last"])) and len(group["last"]) == len(want["last"])
+        found.append(values(engine))
+        engine.destroy()
+    same(*found)
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(found[0][n], p.detach())
+    return True
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), pytest.param(2, 1, marks=pytest.mark.full)])
+def test_states_that_lie_in_param_groups(world, stage, tmp_path):
+    assert all(run_quietly(_kept_in_groups, world, stage, str(tmp_path)))
+
+
+def _tensors_in_groups(rank, world, folder):
+    """A learning rate that is a tensor is one after a resume; one that is a number stays one."""
+    for first, then in ((torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5))):
+        for lr, resumes in ((first, False), (then, True)):
+            model = tiny.make_model()
+            engine = make(model, 0, Paced(model.parameters(), lr=lr))
+            if resumes:
+                engine.load_checkpoint(folder)
+                group = engine.optimizer.param_groups[0]
+                assert type(group["lr"]) is type(then) and float(group["lr"]) == 0.25
+            else:
+                engine.save_checkpoint(folder, "lr")
+            engine.destroy()
+    return True
+
+
+def test_a_learning_rate_that_is_a_tensor(tmp_path):
+    assert all(run_quietly(_tensors_in_groups, 1, str(tmp_path)))
+
+
 def _not_in_shards(rank, world, folder):
     model = tiny.make_model()
     engine = make(model, 1, Own(model.parameters()), 8 // world, zero_allow_untested_optimizer=True)

@@ -373,6 +373,29 @@ def test_a_walk_that_is_left_keeps_what_was_done(tmp_path):
         assert torch.equal(stream.read("x", 0, torch.empty(4000)), wanted)
 
 
+def test_autograd_sees_what_is_read_into_a_tensor(tmp_path):
+    with (
+        offload.Stream(tmp_path, {"x": torch.float32}, 4) as stream,
+        offload.File(tmp_path / "x", "w") as file,
+        offload.Extents(tmp_path / "y", [16], mode="w") as extents,
+    ):
+        file.write(torch.ones(4))
+        extents.write(0, torch.ones(4))
+        extents.commit()
+        for read in (
+            lambda out: stream.read("x", 0, out),
+            lambda out: file.read(out),
+            lambda out: extents.read(0, out),
+        ):
+            w, out = torch.ones(4, requires_grad=True), torch.ones(4)
+            loss = (w * out).sum()  # saves `out`
+            read(out)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        with torch.inference_mode():  # which counts no versions
+            assert stream.read("x", 0, torch.ones(4)).tolist() == [0.0] * 4
+
+
 def test_wrong_windows_are_errors(tmp_path):
     with offload.Stream(tmp_path, {"x": torch.float32}, 4000) as stream:
         for call, text in [

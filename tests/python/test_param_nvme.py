@@ -9,7 +9,7 @@ import os
 import pytest
 import tiny
 import torch
-from ranks import on_nodes
+from ranks import for_this_job, on_nodes
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_streamed import LIMITS, NO_LIMITS, ODD, TINY, _odd_training, _tiny_training, same
@@ -459,6 +459,64 @@ def test_the_plan_says_what_lies_where(tmp_path):
     assert live == 12345, "max_in_cpu is honoured"
 
 
+# ---- evaluation reads ahead ------------------------------------------------------------------------------------------
+def _read_ahead(engine, disk):
+    """Passes without gradients that repeat, behind which the next one's first units are on their way."""
+    from deepc.zero.parameters.param import UnitState
+
+    x, y = tiny.make_batch(7, 2)
+    with torch.no_grad():
+        losses = [engine(x, y).item() for _ in range(4)]
+    assert len(set(losses)) == 1
+    assert not disk or any(u.state is UnitState.ARRIVING for u in engine.state.units._units)
+    return losses[0]
+
+
+def _evaluated_between(rank, world, cfg, folder, disk):
+    """Evaluates before all that writes parameters."""
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(layers=4), config=cfg)[0]
+    average = deepc.EMA(engine, 0.5)
+    losses = _steps(engine, 1, rank, world)
+    engine.save_checkpoint(folder)
+    for step in range(1, 3):
+        x, y = tiny.make_batch(step, 2 * world)
+        loss = engine(x[2 * rank :][:2], y[2 * rank :][:2])
+        engine.backward(loss)
+        losses += [loss.item(), _read_ahead(engine, disk)]
+        assert engine.step().applied
+    losses.append(_read_ahead(engine, disk))
+    average.update()
+    with average.applied():
+        losses.append(_read_ahead(engine, disk))
+    losses.append(_read_ahead(engine, disk))
+    up, ln = engine.module.blocks[0].up.weight, engine.module.blocks[1].ln1.weight
+    deepc.view(up).fp32 = engine.full_fp32_param(up) / 2
+    losses.append(_read_ahead(engine, disk))
+    with deepc.zero.GatheredParameters([ln], modifier_rank=0):
+        ln.data.mul_(2)  # whose block on disk others share
+    losses.append(_read_ahead(engine, disk))
+    engine.load_checkpoint(folder)
+    losses.append(_read_ahead(engine, disk))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, states",
+    [(2, False), pytest.param(1, True, marks=pytest.mark.full), pytest.param(2, True, marks=pytest.mark.full)],
+)
+def test_what_evaluation_has_read_ahead_is_no_damage_when_it_is_written(world, states, tmp_path):
+    base = tiny.config(3, micro=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=states, **LIMITS)
+    memory, disk = (
+        run_ranks(_evaluated_between, world, c, str(tmp_path / name), c is cfg)
+        for c, name in ((base, "memory"), (cfg, "disk"))
+    )
+    assert disk == memory
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 def _damaged(rank, world, cfg):
     """A byte of a block's values is changed on disk: the forward names it; written again, all goes on."""
@@ -602,6 +660,153 @@ def test_a_transfer_that_fails_loses_nothing(world, precision, kind, tmp_path):
         assert said.count("step") >= 4 and said.count("backward") >= (4 if world < 4 else 2)
         assert [s for s in said if s != "forward"] == [s for s in failing[0][2] if s != "forward"], "on all ranks alike"
     assert "forward" in failing[-1][2]
+
+
+def _read_in_between(rank, world, cfg, folder, fails):
+    """A step that the disk of the last rank breaks off; before its rest, or a checkpoint, somebody reads."""
+    import deepc
+    from deepc.errors import DamagedError, DeepcError, DiskError, DiskFullError
+    from deepc.offload.array import DiskArray
+
+    failing, write = False, DiskArray.write_async
+
+    def write_async(self, begin, values):
+        handle = write(self, begin, values)
+        if failing:
+            handle.wait()
+            with open(self.path, "r+b", buffering=0) as f:  # the disk took none of it
+                f.seek(begin * values.itemsize)
+                f.write(bytes(values.nbytes))
+            raise DiskFullError("[made by the test]")
+        return handle
+
+    for_this_job(DiskArray, "write_async", write_async)
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    losses = _steps(engine, 1, rank, world)
+    engine.save_checkpoint(folder)
+    p = engine.module.blocks[1].up.weight
+    for way_out in (engine.step, lambda: engine.load_checkpoint(folder)):
+        x, y = tiny.make_batch(1, 2 * world)
+        x, y = x[2 * rank :][:2], y[2 * rank :][:2]
+        loss = engine(x, y)
+        engine.backward(loss)
+        losses.append(loss.item())
+        if fails:
+            failing = rank == world - 1
+            with pytest.raises(DiskError, match=f"rank {world - 1}: .*made by the test.*engine.step.. does the rest"):
+                engine.step()
+            failing = False
+            for read in (
+                lambda x=x, y=y: engine(x, y),
+                lambda x=x, y=y: engine.module(x, y),
+                lambda: engine.full_fp32_param(p),
+                lambda: deepc.view(p).local.fp32,
+                engine.module_state_dict,
+                lambda: deepc.zero.GatheredParameters([p]).__enter__(),
+            ):
+                with pytest.raises(DeepcError, match=r"step \d is done in part.*engine.step.. does the rest") as told:
+                    read()
+                assert not isinstance(told.value, DamagedError)
+        elif way_out == engine.step:
+            engine.step()
+        if fails or way_out != engine.step:
+            way_out()
+        with torch.no_grad():
+            losses += [engine(x, y).item(), engine.full_fp32_param(p).sum().item()]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, states", [(2, False), *(pytest.param(*row, marks=pytest.mark.full) for row in ((1, False), (2, True)))]
+)
+def test_a_step_that_the_disk_broke_off_is_no_damage_to_who_reads(world, states, tmp_path):
+    base = tiny.config(3, micro=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=states, **LIMITS)
+    memory, disk = (
+        run_ranks(_read_in_between, world, c, str(tmp_path / name), c is cfg)
+        for c, name in ((base, "memory"), (cfg, "disk"))
+    )
+    assert disk == memory
+
+
+def _fails_at_the_end(rank, world, cfg, way, fails):
+    """The disk of the last rank takes none of a pass's gradients, which that pass tells at its end."""
+    import deepc
+    from deepc.errors import DeepcError, DiskError
+    from deepc.zero.streamed.gradients import GradientStore
+
+    write = GradientStore.write
+    failing = False
+
+    def refused(self, begin, values):
+        handle = write(self, begin, values)
+        if failing:
+            self._failure = DiskError("[made by the test]")
+        return handle
+
+    for_this_job(GradientStore, "write", refused)
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    assert engine.plan.gradients_on or not fails
+
+    def micro_batch(number):
+        x, y = (t[2 * rank :][:2] for t in tiny.make_batch(number, 2 * world))
+        loss = engine(x, y)
+        if way == "bare":
+            loss.backward()
+        elif way == "engine":
+            engine.backward(loss)
+        else:
+            with engine.no_sync():
+                engine.backward(loss)
+        return loss.item()
+
+    def empty():  # the pass of a micro-batch in which this rank has made none
+        engine.hooks.empty_pass(engine.is_gradient_accumulation_boundary())
+
+    losses = []
+    for step in range(3):
+        if fails and step == 1:
+            micro_batch(7)
+            engine.step()
+            failing = rank == world - 1
+            # With no_sync the pass is the step's own, for gradients that no other has taken.
+            with pytest.raises(DiskError, match=f"rank {world - 1}: .*made by the test.*first micro-batch"):
+                if way == "no_sync":
+                    micro_batch(8)
+                    engine.step()
+                elif way == "empty":
+                    empty()
+                else:
+                    micro_batch(8)
+            failing = False
+            with pytest.raises(DeepcError, match="zero_grad"):
+                engine.step()
+            engine.zero_grad()
+        for k in range(2):
+            losses.append(micro_batch(10 * step + k))
+            result = engine.step()
+        assert result.applied
+        losses.append(result.grad_norm)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "world, way",
+    [
+        (1, "bare"),
+        (2, "bare"),
+        (2, "no_sync"),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in ((1, "no_sync"), (2, "empty"), (2, "engine"))),
+    ],
+)
+def test_gradients_that_the_disk_refuses_at_the_end_of_a_pass(world, way, tmp_path):
+    base = tiny.config(3, micro=2, gas=2, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=True, **LIMITS)
+    memory, disk = (run_ranks(_fails_at_the_end, world, c, way, c is cfg) for c in (base, cfg))
+    for found, wanted in zip(disk, memory, strict=True):
+        assert found == wanted
 
 
 def _in_memory(rank, world, cfg):

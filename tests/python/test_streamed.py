@@ -488,6 +488,78 @@ def test_a_touch_of_a_released_parameter_raises_and_names_it():
     assert a == b
 
 
+# ---- a call that does not come to its end ----------------------------------------------------------------------------
+def _interrupted(rank, world, recompute):
+    """^C inside of a module: in engines' forwards and backwards, in a call of the model by itself, without gradients.
+    Behind each none of its modules is taken for a running one, and training goes on as if there had been none."""
+    import deepc
+    from deepc.core.foreign import private
+    from deepc.errors import ReleasedParameterError
+
+    countdown, runs = 0, []
+
+    def interrupt(module, args, output):
+        nonlocal countdown
+        countdown -= 1
+        if countdown == 0:
+            raise KeyboardInterrupt
+
+    def after(calls, what):
+        nonlocal countdown
+        countdown = calls
+        with pytest.raises(KeyboardInterrupt):
+            what()
+
+    cfg = tiny.config(3, micro=2)
+    cfg["zero_optimization"].update(NO_LIMITS)
+    for stops in (False, True):
+        model = tiny.make_model(recompute=recompute, layers=3)
+        with streamed():
+            engine = deepc.initialize(model=model, config=cfg)[0]
+        units = engine.state.streamed
+        model.blocks[1].up.register_forward_hook(interrupt)
+
+        def idle(model=model, units=units):
+            assert not units._frames and private.top_saved_hooks(True) is None
+            assert units.stats()["live_elems"] == 0 and not any(u.uses for u in units._units)
+            with pytest.raises(ReleasedParameterError):
+                model.blocks[0].up.weight.sum()
+
+        losses = []
+        for step in range(3):
+            x, y = tiny.make_batch(step, 2)
+            if stops:
+                after(1, lambda x=x, y=y: engine(x, y))
+                idle()
+                after(1, torch.no_grad()(lambda x=x, y=y: engine(x, y)))
+                idle()
+                after(1, lambda x=x, y=y: deepc.inference(engine)(x, y))
+                idle()
+                after(1, lambda x=x, y=y: model(x, y))
+                if recompute:
+                    loss = engine(x, y)  # the call before ends here at the latest
+                    after(1, lambda loss=loss: engine.backward(loss))
+                    assert not units._frames and private.top_saved_hooks(True) is None
+                    engine.zero_grad()
+            loss = engine(x, y)
+            engine.backward(loss)
+            idle()
+            engine.step()
+            losses.append(loss.item())
+        runs.append(losses)
+        if stops:
+            after(1, lambda x=x, y=y: model(x, y))
+        engine.destroy()
+        assert private.top_saved_hooks(True) is None
+    assert runs[0] == runs[1]
+    return True
+
+
+@pytest.mark.parametrize("recompute", [None, "plain", pytest.param("reentrant", marks=pytest.mark.full)])
+def test_a_call_that_is_interrupted_leaves_nothing(recompute):
+    assert all(run_ranks(_interrupted, 1, recompute))
+
+
 # ---- reading and writing from outside --------------------------------------------------------------------------------
 def _access(rank, world, folder, transport):
     import deepc

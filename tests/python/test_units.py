@@ -9,10 +9,10 @@ from deepc.zero.parameters.param import FlatUnit, NodeParameter, Released, UnitS
 from deepc.zero.sources import NodeSource, Piece
 from torch import nn
 
-STEPS = ["begin", "finish", "outdate", "reshard"]
+STEPS = ["begin", "finish", "drop", "outdate", "reshard"]
 NEXT = {
     UnitState.SHARDED: {"begin": UnitState.ARRIVING},
-    UnitState.ARRIVING: {"finish": UnitState.UNSHARDED},
+    UnitState.ARRIVING: {"finish": UnitState.UNSHARDED, "drop": UnitState.STALE},
     UnitState.UNSHARDED: {"reshard": UnitState.SHARDED, "outdate": UnitState.STALE},
     UnitState.STALE: {"begin": UnitState.ARRIVING, "reshard": UnitState.SHARDED},
 }

@@ -228,6 +228,13 @@ class EngineBase(ModelWrapper):
                 " the same model, whose newer engine trains it); use the newer engine, or make one"
             )
 
+    @private.uncompiled
+    def require_whole_step(self) -> None:
+        """DeepcError, the same on all ranks, while parameters lie on disk in part as a step was to write them: ranks
+        that wait for each other in a forward then need not be told."""
+        if self.broken_step and self.plan.parameters_on:
+            raise DeepcError(self.broken_step)
+
     # ---- the configuration -------------------------------------------------------------------------------------------
     @property
     def config(self) -> dict[str, Any]:

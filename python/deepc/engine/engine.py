@@ -49,7 +49,7 @@ class Engine(EngineBase):
         """given: the fields of assembly.Given. Collective."""
         super().__init__()
         self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
-        self.hooks.passed = self._pass_is_whole
+        self.hooks.passed = self._pass_ended
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
@@ -63,6 +63,7 @@ class Engine(EngineBase):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what
         the model computes in."""
+        self.require_whole_step()
         out = None
         if torch.is_grad_enabled():
             self._agree_on_the_step()
@@ -79,6 +80,7 @@ class Engine(EngineBase):
                 self._death_is_told(),
                 self._disk_is_told(),
                 self._regions_are_left(),
+                self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
             ):
@@ -111,7 +113,7 @@ class Engine(EngineBase):
         try:
             whole, out = self.step_policy.losses(loss, scale_wrt_gas)
             scaled = whole.float() * self.scaler.loss_scale if self.scaler is not None else whole
-            with self._death_is_told():
+            with self._death_is_told(), self.state.running():
                 if self.hooks.synchronising:
                     self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
                 else:
@@ -146,11 +148,13 @@ class Engine(EngineBase):
     def _disk_in_passes(self) -> bool:
         return bool(self.plan.parameters_on or self.activations.on_disk or self.recomputation.on_disk)
 
-    def _pass_is_whole(self) -> None:
-        """After a pass that `backward` did not make (hooks.py): the disk of another rank may have broken off its own.
-        Collective where there is a disk."""
+    def _pass_ended(self, mine: DiskError | None) -> None:
+        """After a pass that `backward` did not make (hooks.py), which the disk of this rank, or of another one, may
+        have broken off. Collective where there is a disk."""
         if self._disk_in_passes:
-            self._tell_broken_pass(None)
+            self._tell_broken_pass(mine)
+        elif mine is not None:
+            raise mine
 
     def _tell_broken_pass(self, mine: DiskError | None) -> None:
         """If the disk of some rank broke off a pass that is at its end: the same error on all. Collective."""
@@ -303,6 +307,7 @@ class Engine(EngineBase):
                 update()
             else:
                 self._on_disk(update)
+        self.state.break_off("")
         with self.events.span("publish"):
             if not self.plan.parameters_on:
                 self.publish()
@@ -330,6 +335,7 @@ class Engine(EngineBase):
             f"step {self.global_steps + 1} is done in part, because what lies on disk could not be moved:"
             f" {said_once(told)}. {advice}"
         )
+        self.state.break_off(self.broken_step)
         raise kind(self.broken_step) from mine
 
     def _skipped(self, result: StepResult) -> StepResult:

@@ -127,6 +127,7 @@ class PipelineEngine(Engine):
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
         self.require_alive("train_batch")
+        self.require_whole_step()
         with self._death_is_told():
             return self._trained(data_iter)
 
@@ -158,24 +159,12 @@ class PipelineEngine(Engine):
         self._stages.hops.finish()
         self._share_gradients()
         if self._sums:
-            self._flush()
+            self.hooks.flush()
         while not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
         loss = self._mean(losses)
         super().step()
         return loss
-
-    def _flush(self) -> None:
-        """The batch's gradients are reduced. Where they lie on disk, what breaks it off is an error on all ranks."""
-        mine: DiskError | None = None
-        try:
-            self.hooks.flush()
-        except DiskError as exc:
-            mine = exc
-        if self.plan.gradients_on:
-            self._tell_broken_pass(mine)
-        elif mine is not None:
-            raise mine
 
     def measure_batch(self, data_iter: Iterator[Any] | None = None) -> Measured:
         """train_batch, with the times of its actions on all ranks of this pipeline, and what the schedule's simulation
@@ -206,6 +195,7 @@ class PipelineEngine(Engine):
         or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
+        self.require_whole_step()
         with self._death_is_told():
             batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
         self._wants_loss = compute_loss

@@ -87,8 +87,8 @@ class Opened:
     def _start(self, name: str, *args: Any, tensors: Sequence[torch.Tensor], reads: bool) -> Handle:
         io = ctypes.c_void_p()
         call(name, *args, ctypes.byref(io))
-        if reads:  # autograd does not see the core's writes
-            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        if reads:
+            changed(tensors)
         handle = Handle(io.value, tensors, self)
         self._handles.add(handle)
         return handle
@@ -157,6 +157,11 @@ def config(
         block_bytes=block,
         reserve_bytes=reserve,
     )
+
+
+def changed(tensors: Sequence[torch.Tensor]) -> None:
+    """The core writes to them, which autograd does not see: what it has saved of them is no longer their value."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 class File(Opened):

@@ -13,7 +13,7 @@ import torch
 from ..core.lib import C, StreamArray, StreamCell, StreamConfig, StreamInfo, call
 from ..core.memory import tensor_at
 from ..errors import ArgumentError, DiskError
-from .file import Opened, config
+from .file import Opened, changed, config
 from .place import addresses
 
 
@@ -195,6 +195,8 @@ class Stream(Opened):
         ((data, _),) = addresses([tensor], repr(self))
         if tensor.dtype != self.arrays[name]:
             raise ArgumentError(f"{self!r}: array {name!r} is {self.arrays[name]}, the tensor {tensor.dtype}")
+        if function == "dc_stream_read":
+            changed([tensor])
         call(function, self._opened(), place, begin, tensor.numel(), data)
 
 

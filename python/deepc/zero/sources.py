@@ -59,6 +59,10 @@ class Source(Protocol):
     def complete(self, unit: FlatUnit) -> None:
         """Returns when the unit's storage is filled."""
 
+    def drop(self, unit: FlatUnit) -> None:
+        """Instead of `complete`, where nobody wants the values any more: they may have changed since `begin`. Returns
+        when nothing writes to the unit's storage."""
+
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
         """[numel] the value of the unit's parameter i without gathering the unit; None where that is not possible."""
 
@@ -113,6 +117,9 @@ class NodeSource:
 
     def complete(self, unit: FlatUnit) -> None:
         pass
+
+    def drop(self, unit: FlatUnit) -> None:
+        self.complete(unit)
 
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
         return self._views[unit.index][i]
@@ -344,6 +351,10 @@ class CollectiveSource:
                 else:
                     unit.flat[offset : offset + n].copy_(started.out[at : at + n])
                 at += n
+
+    def drop(self, unit: FlatUnit) -> None:
+        if (started := self._arriving.pop(unit.index, None)) is not None:
+            self._others.append(started)  # the other ranks take theirs of it
 
     # ---- single parameters -------------------------------------------------------------------------------------------
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:

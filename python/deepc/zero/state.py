@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.internode.crossing import requantized
 from ..core import memory
+from ..core.foreign import private
 from ..core.lib import call
 from ..core.ops import code, torch_dtype
 from ..errors import ConfigError, DiskError, UnsupportedError
@@ -385,12 +386,21 @@ class ModelState:
         """Around a batch of a pipeline, whose forwards and backwards alternate. trains: with gradients."""
         return nullcontext()
 
+    @private.uncompiled
+    def running(self) -> AbstractContextManager[None]:
+        """Around a forward or backward of the model: behind it none of its modules runs, whatever has ended it."""
+        return nullcontext()
+
     def meet(self) -> None:
         """Where gathers are collectives: returns when all ranks with the same part of the model are here, and takes
         part in the gathers of those that are not. Before this rank waits for a rank with another part."""
 
     def fail(self, error: BaseException) -> None:
         """No rank with the same part of the model waits for a gather with this one any more."""
+
+    def break_off(self, why: str) -> None:
+        """Until the next call parameters that lie on disk are not read, and this is why: some of what a step was to
+        write is not there. "": they are there."""
 
     def settle(self) -> None:
         """Returns when nothing reads the parameters where they lie, on the host, for a device."""

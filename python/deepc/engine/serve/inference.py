@@ -433,7 +433,11 @@ class InferenceEngine(Served):
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Without gradients; a module that trains is in evaluation mode meanwhile."""
-        with torch.no_grad(), evaluating(self.module) if self.trainer is not None else contextlib.nullcontext():
+        if self.trainer is None:
+            with torch.no_grad():
+                yield
+            return
+        with torch.no_grad(), evaluating(self.module), self.trainer.state.running():
             yield
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

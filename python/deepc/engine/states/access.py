@@ -279,7 +279,8 @@ class _Access:
 
     def _catch_up(self) -> None:
         """Stages 0 to 2: what the user wrote into the replica counts, also by another memory; the step would make the
-        master follow, a reader wants it now."""
+        master follow, a reader wants it now. And on disk a step may have been broken off."""
+        self.engine.require_whole_step()
         if self.engine.plan.stage < 3 and self.engine.state.was_written(self.index):
             self.engine.guard.take_in_writes()
 

@@ -171,6 +171,7 @@ def _resume_averages(engine: EngineBase, saved: dict[str, int]) -> None:
 def _publish(engine: EngineBase) -> None:
     """What reads parameters sees the loaded ones; the disk of some rank may refuse them. Collective."""
     failure: Exception | None = None
+    engine.state.break_off("")  # everything was written anew
     try:
         engine.publish()
     except DiskError as exc:

@@ -287,7 +287,7 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"  # no storage
     ARRIVING = "arriving"  # storage that is being filled
     UNSHARDED = "unsharded"  # storage with the values
-    STALE = "stale"  # storage, but its values are not those of the last step: something still refers to it
+    STALE = "stale"  # storage, but not with the values of the last step: something still refers to it
 
 
 class Unit:
@@ -295,8 +295,9 @@ class Unit:
 
         SHARDED --begin--> ARRIVING --finish--> UNSHARDED --reshard--> SHARDED
         UNSHARDED --outdate--> STALE --begin--> ARRIVING    STALE --reshard--> SHARDED
+        ARRIVING --drop--> STALE
 
-    Only these four change `state` and storage, and only `use`, `unuse` and `reshard` the parameters' class: while
+    Only these five change `state` and storage, and only `use`, `unuse` and `reshard` the parameters' class: while
     nothing uses the unit its parameters are Released, also when it is there (gathered ahead, or kept), because it may
     go at any moment. A step that the state does not allow is a UnitStateError. persistent: it is never given up, and
     its parameters are never Released."""
@@ -323,6 +324,11 @@ class Unit:
         """The values are there."""
         self._leave("finish", UnitState.ARRIVING)
         self.state = UnitState.UNSHARDED
+
+    def drop(self) -> None:
+        """Nobody fills it any more, and its values are not there."""
+        self._leave("drop", UnitState.ARRIVING)
+        self.state = UnitState.STALE
 
     def outdate(self) -> None:
         """The owners' values have changed."""

@@ -21,7 +21,7 @@ import torch
 
 from ...core import ops
 from ...core.foreign import private
-from ...errors import DeepcError, UnsupportedError
+from ...errors import DeepcError, DiskError, UnsupportedError
 from ..state import ModelState
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class GradientHooks:
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
         self._one_gradient = one_gradient
-        self.passed: Callable[[], None] = lambda: None  # called after a pass that nobody runs (`run`); collective
+        self.passed: Callable[[DiskError | None], None] = _no_failure  # see _end_alone; the engine tells all ranks
         self.boundary = True  # the pass now open is the last of its step: make the norm
         self._handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
 
@@ -164,8 +164,7 @@ class GradientHooks:
     def _at_end(self) -> None:
         self._queued = False
         if self.open:
-            self.end_pass()
-            self.passed()
+            self._end_alone()
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(p: torch.Tensor) -> None:
@@ -242,24 +241,40 @@ class GradientHooks:
         for i in [i for i in self._late if i not in self._added]:
             self._add(i, self._late.pop(i))
         self.open = False
-        self._reducer.finish()
+        try:
+            self._reducer.finish()
+        except BaseException:  # what was accumulated lacks this pass
+            self._failed = True
+            raise
         self._held.clear()
         self._drop_released()
         self._added.clear()
         self.accumulated = True
         self.norm_ready = self.boundary
 
+    def _end_alone(self) -> None:
+        """The end of a pass that nobody runs (`run`). `passed` gets what a disk has broken off on this rank, and raises
+        it on all. Collective."""
+        failure: DiskError | None = None
+        try:
+            self.end_pass()
+        except DiskError as exc:
+            failure = exc
+        self.passed(failure)
+
     def empty_pass(self, boundary: bool) -> None:
         """The pass of a micro-batch that has made none: without a loss on this rank, or with no_sync around all of its
         backwards. Collective."""
         self.begin_pass(boundary)
-        self.end_pass()
-        self.passed()
+        self._end_alone()
 
     def flush(self) -> None:
         """One more pass, for the gradients that some rank has left (collective)."""
         self.begin_pass(True)
-        self.end_pass()
+        if self._state.plan.gradients_on:
+            self._end_alone()
+        else:
+            self.end_pass()
 
     def bring(self, index: int, grad: torch.Tensor) -> None:
         """A gradient of trained parameter `index` for the next pass: one that is not synchronised, or was made
@@ -315,7 +330,8 @@ class GradientHooks:
     def discard(self) -> None:
         """Drops all gradients since the last step (collective if a pass is open)."""
         if self.open:
-            self.end_pass()
+            with contextlib.suppress(DiskError):  # of gradients that go anyway
+                self.end_pass()
         self._failed = self._queued = self._kept = self._kept_ours = False
         self._late.clear()
         for p in self._params:
@@ -334,6 +350,12 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _no_failure(failure: DiskError | None) -> None:
+    """`passed` of hooks without an engine."""
+    if failure is not None:
+        raise failure
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,8 @@ def judge(
     """unit: factor that turns an accumulated gradient into the average. complete: called before accumulators are read
     that no pass has made the norm of. Gradients that some rank still has get a pass first. parts: of the model, over
     which the norm goes. Raises StrayWriteError on all ranks if one wrote into shared parameters, and DiskError if
-    one can't read its gradients from disk; then nothing has happened. Collective."""
+    one can't read its gradients from disk; then nothing has happened. What breaks off that pass is what hooks.passed
+    raises. Collective."""
     plan, group = state.plan, guard.group
     remade = not hooks.norm_ready
     if remade:

@@ -642,6 +642,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard, _ in left_out:
             shard.grad = None
         self._twin.step()
+        for mine, twin in zip(self.param_groups, self._twin.param_groups):  # some keep states there: Prodigy its `d`
+            mine.update({k: v for k, v in twin.items() if k != "params"})
         for shard, grad in left_out:
             shard.grad = grad
         if st.master is not None and not st.plan.parameters_as:
@@ -771,8 +773,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def hyper_state(self) -> dict[str, Any]:
-        """JSON-able: number of updates, hyper-parameters per group."""
-        groups = [{k: _plain(v) for k, v in g.items() if k not in _NOT_SAVED} for g in self.param_groups]
+        """Number of updates, hyper-parameters per group as JSON has them, and what an optimizer keeps beside these."""
+        plain = self.defaults
+        groups = [
+            {k: _plain(v) if k in plain else _kept(v) for k, v in g.items() if k not in _NOT_SAVED}
+            for g in self.param_groups
+        ]
         state = {"type": _name(self.base), "kind": self._kind(), "step": self._counts.total, "param_groups": groups}
         return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
 
@@ -780,7 +786,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             for k, v in theirs.items():
-                mine[k] = tuple(v) if isinstance(v, list) else v
+                mine[k] = _like(mine.get(k), v, self._state.state_device)
         if self.core:
             self._counts.load(saved["step"], {i: int(v) for name, i, v in scalars if name == "step"})
             self._make_args()
@@ -859,6 +865,21 @@ def _own(name: str, value: Any, device: torch.device) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if torch.is_tensor(value):
+    """A hyper-parameter, for JSON."""
+    if torch.is_tensor(value) and value.dim() == 0:
         return value.item()
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple) else _kept(value)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
+
+
+def _like(now: Any, saved: Any, device: torch.device) -> Any:
+    """What was saved of a group, as what it has there now: a tuple, a tensor; a tensor that is new there on
+    `device`."""
+    if torch.is_tensor(saved):
+        return saved.to(now if torch.is_tensor(now) else device, copy=True)
+    if torch.is_tensor(now) and isinstance(saved, (int, float)):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(saved, list) and isinstance(now, tuple) else saved

@@ -73,7 +73,10 @@ class ArrayOnDisk(OnDisk):
 
 
 class DiskFlats:
-    """The whole flat space, and the frozen parameters behind it, in an array on the node's disk."""
+    """The whole flat space, and the frozen parameters behind it, in an array on the node's disk. broken: why they are
+    not to be read; see ModelState.break_off."""
+
+    broken = ""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -192,7 +195,7 @@ class DiskFlats:
 
     # ---- units -------------------------------------------------------------------------------------------------------
     def source(self, state: Streams) -> Source:
-        return DiskSource(self.array, self.begin_of)
+        return DiskSource(self.array, self.begin_of, lambda: self.broken)
 
     def begin_of(self, p: torch.nn.Parameter) -> int:
         """Where the values of `p` begin in the array."""
@@ -261,10 +264,13 @@ class _Landing:
 class DiskSource:
     """Gathers by reading from the array on the node's disk, in the background from `begin` to `complete`; for a GPU
     into the host's memory, from where `complete` sends it. One-sided, as NodeSource. A read that fails raises where the
-    unit is needed; the unit can be asked for again."""
+    unit is needed; the unit can be asked for again. One that is dropped is not looked at: what it reads may be written
+    meanwhile. broken: why nothing is to be read now, or ""."""
 
-    def __init__(self, array: DiskArray, begin_of: Callable[[torch.nn.Parameter], int]) -> None:
-        self._array, self._begin_of = array, begin_of
+    def __init__(
+        self, array: DiskArray, begin_of: Callable[[torch.nn.Parameter], int], broken: Callable[[], str]
+    ) -> None:
+        self._array, self._begin_of, self._broken = array, begin_of, broken
         self._landing, self._landed = _Landing(), dict[int, torch.Tensor]()
         self._runs: dict[int, list[_Run]] = {}
         self._reads: dict[int, list[DiskRead]] = {}
@@ -285,7 +291,13 @@ class DiskSource:
     def places(self, params: Sequence[torch.nn.Parameter]) -> list[int] | None:
         return [self._begin_of(p) for p in params]
 
+    def _check(self) -> None:
+        """What a step could not write has its checksum already: reads would take it for damage."""
+        if why := self._broken():
+            raise DiskError(why)
+
     def begin(self, units: Sequence[FlatUnit]) -> None:
+        self._check()
         need = sum(unit.nbytes for unit in units)
         if memory.available() < need + _SPARE:  # what the heap keeps free would be missing: the limit kills
             memory.trim_heap()
@@ -298,6 +310,7 @@ class DiskSource:
             ]
 
     def complete(self, unit: FlatUnit) -> None:
+        self._check()
         if unit.index not in self._reads:  # the last try failed
             self.begin([unit])
         reads, landed = self._reads.pop(unit.index), self._landed.pop(unit.index, None)
@@ -313,7 +326,14 @@ class DiskSource:
         if landed is not None:
             self._landing.send(landed, unit)
 
+    def drop(self, unit: FlatUnit) -> None:
+        for read in self._reads.pop(unit.index, ()):
+            read.abandon()
+        if (landed := self._landed.pop(unit.index, None)) is not None:
+            self._landing.give_back(landed, unit)
+
     def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
+        self._check()
         return self._array.get(self._begin_of(unit.params[i]), unit.numels[i])
 
     def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
@@ -321,7 +341,7 @@ class DiskSource:
         self._array.put(self._begin_of(unit.params[i]), value)
 
     def settle(self) -> None:
-        pass  # a file's readers and writers order themselves
+        pass  # who writes needs not wait: what is read meanwhile is dropped, as values of before the write are
 
     def fail(self, error: BaseException) -> None:
         pass  # nobody waits here

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...core import memory
+from ...core.foreign import private
 from ...errors import CommError, DiskError
 from ...offload.array import Window
 from ...plan.layout import Segment, keeps_bytes, padded
@@ -277,6 +278,10 @@ class StreamedState(ModelState):
         if self.streamed is not None:
             self.streamed.fail(error)
 
+    def break_off(self, why: str) -> None:
+        if self.disk is not None:
+            self.disk.broken = why
+
     def settle(self) -> None:
         if self.streamed is not None:
             self.streamed.settle_reads()
@@ -370,6 +375,10 @@ class StreamedState(ModelState):
 
     def one_pass(self, trains: bool) -> AbstractContextManager[None]:
         return self.units.one_pass(trains)
+
+    @private.uncompiled
+    def running(self) -> AbstractContextManager[None]:
+        return self.units.running()
 
     def close(self) -> None:
         if self.streamed is not None:

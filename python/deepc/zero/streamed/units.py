@@ -89,13 +89,14 @@ class StreamedUnits:
         self._distant, self._pins = distant, distant and not trained
         self._prefetch, self._max_reuse = config.stage3_prefetch_bucket_size, config.stage3_max_reuse_distance
         self._max_live = max_live
-        # Per running module: units in use, whether it pushed saved-tensor hooks.
-        self._frames: list[tuple[list[FlatUnit], bool]] = []
+        # Per running module: units in use, whether it pushed saved-tensor hooks, the backward in which it runs.
+        self._frames: list[tuple[list[FlatUnit], bool, int]] = []
         self._holds = 0  # keep-gathered contexts
         self._whole = 0  # state_dict calls under way
         self._tasks: dict[int, list[FlatUnit]] = {}  # backward passes under way, with the units that were touched
         self._backwards = 0  # outermost ones so far: units count their gradients anew in each
         self._told = False  # inside of `one_pass`
+        self._calls = 0  # `running` that are under way
         self._clock = 0
         self._copied: FlatUnit | None = None
         self._blocked: set[FlatUnit] = set()  # to be released as soon as nothing else refers to them
@@ -228,6 +229,11 @@ class StreamedUnits:
         self._source.complete(unit)
         unit.finish()
 
+    def _drop(self, unit: FlatUnit) -> None:
+        """Of what was gathered ahead, and nobody has come for: the owners may have written since."""
+        self._source.drop(unit)
+        unit.drop()
+
     def _make_room(self, elems: int) -> None:
         """Releases idle units, least recently used first, until `elems` more are within stage3_max_live_parameters.
         What is needed now comes in any case."""
@@ -244,7 +250,7 @@ class StreamedUnits:
         if unit.persistent or not unit.live or unit.uses or self._holds:
             return False
         if unit.state is UnitState.ARRIVING:
-            self._finish(unit)
+            self._drop(unit)
         if unit.referred:
             self._stats["blocked"] += unit not in self._blocked
             self._blocked.add(unit)
@@ -294,10 +300,31 @@ class StreamedUnits:
         self.release_idle()
         self._told = True
         try:
-            yield
+            with self.running():
+                yield
         finally:
             self._told = False
         self.release_idle()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward or backward. torch calls `leave` of modules that an Exception ends, and not of those that a
+        KeyboardInterrupt does, which end here; those of an earlier call that was not made inside of this, too."""
+        if not self._calls and private.graph_task_id() == -1:
+            self._end_modules(0)
+        depth = len(self._frames)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._end_modules(depth)
+
+    def _end_modules(self, depth: int) -> None:
+        """The end of all running modules but the outermost `depth`. What stood on top of a module's saved-tensor hooks
+        has taken these away in place of its own: their number is right again when all are gone."""
+        while len(self._frames) > depth:
+            self.leave()
 
     def _end_tasks(self) -> None:
         """Of backwards that raised: autograd has not told their end."""
@@ -407,14 +434,14 @@ class StreamedUnits:
                     self._unuse(used)
                 raise
             self._note(unit)
-        self._frames.append((list(units), self._saved.push()))
+        self._frames.append((list(units), self._saved.push(), private.graph_task_id()))
 
     def leave(self) -> None:
         """The module that began last ends."""
         if not self._frames:
             return
-        held, pushed = self._frames.pop()
-        if pushed:
+        held, pushed, task = self._frames.pop()
+        if pushed and task == private.graph_task_id():  # a backward that was broken off has put back what was there
             self._saved.pop()
         for unit in reversed(held):
             self._unuse(unit)
@@ -603,7 +630,7 @@ class StreamedUnits:
         for unit in self._units:
             if unit.live and not self._release(unit):
                 if unit.state is UnitState.ARRIVING:
-                    self._finish(unit)
+                    self._drop(unit)
                 if unit.ready:
                     unit.outdate()
                 if unit.uses or unit.persistent:
@@ -633,6 +660,7 @@ class StreamedUnits:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._end_modules(0)
         self._closed = True
         if not self._source.close():
             return
