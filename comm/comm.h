@@ -77,6 +77,10 @@ DC_API int dc_comm_fail(dc_comm *c, int status, const char *text);
  * rank in c or what c is related to. The first leaves c sound. Between two of these calls the caller tests whether what
  * it waits for is there. rank -1: the wait is over; also while a call of another thread is in progress in c. */
 DC_API int dc_comm_waits(dc_comm *c, int rank, const char *what);
+/* This thread makes calls for another one, which goes on with something else: while *joined is 0 (no thread waits for
+ * what is made here) its waits are none of a deadlock, since what they wait for may come from that other thread. joined
+ * is borrowed until the thread ends; NULL: for itself again. */
+DC_API void dc_comm_thread_serves(const int32_t *joined);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);
 /* The time-out of the calls that follow (milliseconds > 0); until then that of the configuration. */

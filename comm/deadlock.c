@@ -13,6 +13,9 @@
  * twice since it was seen. Who waits tests between two looks whether it is there: then all were still waiting after the
  * moment at which the circle stood, and what they wait for had not come before it.
  *
+ * A call that a thread makes for another one (an asynchronous collective) is no wait of the rank until that one waits
+ * for it: what is missing may come from there (dc_comm_thread_serves).
+ *
  * Assumes what dc_comm_relate asks for: the same ranks, one call at a time over the whole family. */
 #include "deadlock.h"
 
@@ -49,6 +52,15 @@ static void deadlock_show(dc_comm *c, int rank, bool outside) {
   c->circle_ns = 0;
   /* release: who sees it also sees the call that we posted */
   atomic_store_explicit(&own->waits, c->waits * WAITS_NUMBER | whom, memory_order_release);
+}
+
+static _Thread_local const _Atomic int32_t *deadlock_joined;
+
+void dc_comm_thread_serves(const int32_t *joined) { deadlock_joined = (const _Atomic int32_t *)joined; }
+
+bool dc__deadlock_is_served(void) {
+  /* relaxed: nothing but the number is read; a look that comes too early is made again */
+  return deadlock_joined && !atomic_load_explicit(deadlock_joined, memory_order_relaxed);
 }
 
 void dc__deadlock_forget(dc_comm *c) {

@@ -8,6 +8,8 @@
  * that has lasted for DEADLOCK_NS. For a waiting rank's look: c is entered. Between two looks the caller tests whether
  * the wait is over. outside: it is for something else than a step of c (dc_comm_waits). */
 int dc__deadlock_look(dc_comm *c, int rank, bool outside);
+/* Whether this thread calls for one that does something else just now (dc_comm_thread_serves). */
+bool dc__deadlock_is_served(void);
 /* The wait in c is over. Cheap when nothing was shown. */
 void dc__deadlock_forget(dc_comm *c);
 /* The one outside of c is; beside any call in c, which needs not be entered. */

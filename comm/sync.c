@@ -139,7 +139,8 @@ static int sync_look(dc__waiting *x) {
   /* a mismatch is told at once, even if some rank never arrives */
   if (w->kind == DC__POSTED) DC_TRY(sync_compare(x->c, w->step));
   DC_TRY(sync_find_missing(x->c, w));
-  if (!l->tests) DC_TRY(dc__deadlock_look(x->c, l->team ? sync_first_missing(x->c, w) : l->rank, false));
+  if (dc__deadlock_is_served()) dc__deadlock_forget(x->c);
+  else if (!l->tests) DC_TRY(dc__deadlock_look(x->c, l->team ? sync_first_missing(x->c, w) : l->rank, false));
   return x->late ? sync_late(x->c, w) : DC_OK;
 }
 

@@ -32,9 +32,9 @@ int dc__disk_ring_reserve(int fd, int64_t bytes) {
   do rc = fallocate(fd, 0, 0, bytes);
   while (rc && errno == EINTR);
   if (rc && (errno == EOPNOTSUPP || errno == ENOSYS)) { /* no such promise there: at least the size */
-    struct stat st;
-    rc = fstat(fd, &st);
-    if (!rc && st.st_size < bytes) { /* of a larger file ftruncate would cut the rest off */
+    struct statx st; /* fstat is a symbol of glibc 2.33 */
+    rc = statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &st);
+    if (!rc && st.stx_size < (uint64_t)bytes) { /* of a larger file ftruncate would cut the rest off */
       do rc = ftruncate(fd, bytes);
       while (rc && errno == EINTR);
     }

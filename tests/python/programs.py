@@ -38,7 +38,13 @@ class Program:
             files = nothing.fileno(), self._out.fileno(), self._err.fileno()
             if ranks.EXECUTES:
                 self._process = subprocess.Popen(
-                    self.args, stdin=files[0], stdout=files[1], stderr=files[2], cwd=cwd, env=env
+                    self.args,
+                    stdin=files[0],
+                    stdout=files[1],
+                    stderr=files[2],
+                    cwd=cwd,
+                    env=env,
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` ignores it
                 )
             else:
                 passed = ranks.Descriptors(*files)

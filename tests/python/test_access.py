@@ -588,6 +588,15 @@ def _replaced(rank, world, stage, precision):
     x, y = (t.chunk(world)[rank] for t in tiny.make_batch(0))
     engine.backward(engine(x, y))
     engine.step()
+    with torch.no_grad():
+        for written in engine.module.parameters():
+            written.mul_(1.0)
+    looked, follow = [], engine.state.master_from_params
+    engine.state.master_from_params = lambda indices: (looked.append(len(indices)), follow(indices))
+    for read in (p, q):
+        deepc.view(read).fp32
+    assert all(n <= 1 for n in looked)  # not all that were written, at each look
+    del engine.state.master_from_params
     for now, was in ((p, 0.75), (q, 2.0)):
         assert 0 < float((deepc.view(now).fp32 - was).abs().max()) < 0.01
         assert float((now.detach().float() - was).abs().max()) < 0.02

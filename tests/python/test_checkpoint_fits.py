@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from deepc.errors import CheckpointError, ConfigError, DeepcError
-from ranks import run_quietly
+from ranks import for_this_job, run_quietly
 from torch import nn
 
 
@@ -215,6 +215,69 @@ def test_states_that_do_not_lie_in_shards_are_an_error(tmp_path):
     assert all(run_quietly(_not_in_shards, 2, str(tmp_path)))
 
 
+class Fading(torch.optim.Optimizer):
+    """Its only state is a number."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / self.state[p]["count"])
+
+
+def _resumes(rank, world, kind, folder, more):
+    """Of parameters in several pieces, of cut ones, and of states that are numbers alone."""
+    found = []
+    for resumes in (False, True):
+        model = tiny.make_model() if not more.get("tensor_parallel") else gpt2()
+        optimizer = (
+            Fading(model.parameters()) if kind == "Fading" else getattr(torch.optim, kind)(model.parameters(), 1e-3)
+        )
+        dp = 1 if more.get("tensor_parallel") else world
+        engine = make(model, 0 if kind == "Fading" else 1, optimizer, 8 // dp, **more)
+        if resumes:
+            engine.load_checkpoint(folder)
+        for number in range(2, 4) if resumes else range(4):
+            x, y = (t.chunk(dp)[rank % dp] for t in tiny.make_batch(number))
+            engine.backward(engine(input_ids=x, labels=y).loss if dp < world else engine(x, y))
+            engine.step()
+            if number == 1:
+                engine.save_checkpoint(folder)
+                kept = engine.optimizer.state_dict()["scalars"]
+                before = {name: float(value) for name, value in kept.items()}
+        assert {name: float(value) for name, value in kept.items()} == before and (before or rank)  # a snapshot
+        found.append(values(engine))
+        engine.destroy()
+    same(*found)
+    return True
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 61, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, world, more",
+    [
+        ("NAdam", 2, {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}}),
+        ("RMSprop", 2, {"tensor_parallel": {"autotp_size": 2}}),
+        ("Fading", 1, {}),
+    ],
+    ids=str,
+)
+def test_states_of_pieces_of_shards_and_of_numbers(kind, world, more, tmp_path):
+    assert all(run_quietly(_resumes, world, kind, str(tmp_path), more))
+
+
 # ---- buffers, extra states, frozen parameters ------------------------------------------------------------------------
 class Extra(nn.Module):
     """A GPT with a table, and modules that say themselves what is to be kept."""
@@ -242,6 +305,7 @@ class Extra(nn.Module):
         self.register_buffer(
             "table", torch.arange(8.0).view(table) if table == (8,) or table == (2, 4) else torch.ones(4)
         )
+        self.register_buffer("graph", torch.eye(3).to_sparse())
         if more:
             self.register_buffer("more", torch.zeros(2))
         if counts:
@@ -261,9 +325,11 @@ def _extra(rank, world, folder):
     module = engine.module
     module.counts.calls = module.others.calls = 0
     module.counts.sums = torch.zeros(1)
+    module.graph = torch.zeros(3, 3).to_sparse()
     _, client = engine.load_checkpoint(folder)
     assert client == {"note": "costs 5 $tensor", "more": "$ndarray"}
     assert (module.counts.calls, module.others.calls) == (4, 2)
+    assert torch.equal(module.graph.to_dense(), torch.eye(3)) and module.graph.is_sparse
     assert torch.equal(module.counts.sums, torch.full((2, 3), 10.0))
     engine.destroy()
     for wrong, text in (
@@ -286,6 +352,80 @@ def _extra(rank, world, folder):
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_buffers_and_extra_states(world, tmp_path):
     assert all(run_quietly(_extra, world, str(tmp_path)))
+
+
+def _old(rank, world, folder):
+    """What checkpoints before extra states lack stays as the model has it."""
+    from deepc.engine.states import saving
+    from deepc.zero.step.update import ShardedOptimizer
+
+    hyper = ShardedOptimizer.hyper_state
+    for_this_job(ShardedOptimizer, "hyper_state", lambda self: {k: v for k, v in hyper(self).items() if k != "kind"})
+    for_this_job(saving, "_add_extra", lambda *_: None)
+    engine = make(Extra(), 1)
+    step(engine, 0)
+    engine.save_checkpoint(folder)
+    engine.module.counts.calls = 7
+    engine.load_checkpoint(folder)
+    assert engine.module.counts.calls == 7
+    engine.destroy()
+    return True
+
+
+def test_a_checkpoint_without_extra_states_is_loaded_as_before(tmp_path):
+    assert all(run_quietly(_old, 1, str(tmp_path)))
+
+
+def _staged(rank, world, folder):
+    """Each stage writes its own, once."""
+    import deepc
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.calls = 0
+
+        def get_extra_state(self):
+            return self.calls
+
+        def set_extra_state(self, state):
+            self.calls = state
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.tanh(super().forward(x))
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x, y):
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.mse_loss(x, y)
+
+    torch.manual_seed(0)
+    config = tiny.config(1, micro=4, clip=0.0, pipeline={"stages": 2})
+    data = (torch.randn(4, 4), torch.zeros(4, 4))
+    engine = deepc.initialize(model=Chain(), config=config, sample_batch=data)[0]
+    for layer in engine.module.modules():
+        if isinstance(layer, Layer):  # the cut has run all of them
+            layer.calls = 0
+    engine.train_batch(iter([data]))
+    engine.save_checkpoint(folder)
+    mine = [b for b in engine.module.modules() if isinstance(b, Layer) and b.calls]
+    counts = [b.calls for b in mine]
+    for b in mine:
+        b.calls = 0
+    engine.load_checkpoint(folder)
+    assert [b.calls for b in mine] == counts and counts
+    engine.destroy()
+    return True
+
+
+def test_extra_states_of_stages(tmp_path):
+    assert all(run_quietly(_staged, 2, str(tmp_path)))
 
 
 def _late(rank, world, stage, folder):

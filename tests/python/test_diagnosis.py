@@ -511,3 +511,24 @@ def _number(status: Path, name: str) -> int:
 @pytest.mark.full
 def test_a_rank_that_is_stopped_is_waited_for():
     run_ranks(be_stopped, 2)
+
+
+def come_late(rank, world):
+    """Rank 0's asynchronous call waits for rank 1, which waits for rank 0 elsewhere: no deadlock, for it comes."""
+    import deepc
+
+    x, config = torch.ones(1), {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(3)  # longer than a circle may stand
+        deepc.initialize(model=torch.nn.Linear(2, 2), config=config)
+        work.wait()
+    else:
+        deepc.initialize(model=torch.nn.Linear(2, 2), config=config)
+        dist.all_reduce(x)
+    assert x.item() == 2
+
+
+@pytest.mark.full
+def test_a_caller_that_comes_after_its_asynchronous_call_is_waited_for():
+    run_ranks(come_late, 2, env={"DEEPC_PROGRESS": "auto"})

@@ -640,6 +640,34 @@ def test_a_pipelines_flops_are_those_of_all_stages(of_config, pipe):
     assert run_ranks(pipeline_figures, 2, args=(of_config, pipe)) == [alone] * 2
 
 
+class Table(nn.Embedding):
+    def __init__(self):
+        super().__init__(61, 16)
+
+
+def tied_figure(rank, world):
+    from deepc.pipe import PipelineModule, TiedLayerSpec
+
+    def head(table, x):
+        return x @ table.weight.t()
+
+    def loss(logits, y):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    parts = [TiedLayerSpec("table", Table), nn.Linear(16, 16), nn.Linear(16, 16)]
+    parts.append(TiedLayerSpec("table", Table, forward_fn=head))
+    model = PipelineModule(layers=parts, num_stages=world, loss_fn=loss, partition_method="uniform")
+    cfg = {**config(0, micro=2, gas=1), "deepc": {"log": {"format": "none"}}}
+    engine = deepc.initialize(model=model, config=cfg)[0]
+    per_token = engine.monitor.flops_per_token
+    engine.destroy()
+    return per_token
+
+
+def test_a_head_that_is_tied_to_another_stages_table_multiplies():
+    assert run_ranks(tied_figure, 2) == [6 * (2 * (16 * 16 + 16) + 61 * 16)] * 2
+
+
 def test_the_steps_of_the_whole_run(tmp_path):
     engine = make_engine(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 4}})
     assert engine.monitor.last == {}

@@ -999,8 +999,8 @@ def _raised_without_reduction(rank, world):
     engine = deepc.initialize(model=net, config=small(2))[0]
     x = torch.ones(2, 4)
     with engine.no_sync():
-        out = engine(x)
-        loss = (out + _Raises.apply(net[0](x))).sum()
+        late = _Raises.apply(net[0](x))
+        loss = (engine(x) + late).sum()
         with pytest.raises(RuntimeError, match="half way"):
             engine.backward(loss)
     with pytest.raises(DeepcError, match="raised an error part way"):
@@ -1015,3 +1015,49 @@ def _raised_without_reduction(rank, world):
 
 def test_a_backward_that_raises_in_no_sync_is_noticed():
     assert all(run_ranks(_raised_without_reduction, 1))
+
+
+def _alone(rank, world, bare):
+    """One rank's first backward raises inside of no_sync; then one alone runs the model; the model of an engine that is
+    destroyed."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = deepc.initialize(model=net, config={**small(1), "gradient_accumulation_steps": 2})[0]
+    x = torch.ones(2, 4)
+
+    def micro_batch():
+        loss = engine(x).sum()
+        loss.backward() if bare else engine.backward(loss)
+        return engine.step()
+
+    def loss_that_raises():
+        late = _Raises.apply(net[0](x)) if rank == 0 else 0  # made first, so that autograd comes to it last
+        return (engine(x) + late).sum()
+
+    with engine.no_sync():
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="half way"):
+                loss_that_raises().backward() if bare else engine.backward(loss_that_raises())
+            with pytest.raises(DeepcError, match="raised an error part way"):
+                engine.step()
+        else:
+            loss_that_raises().backward() if bare else engine.backward(loss_that_raises())
+    engine.zero_grad()
+    assert [micro_batch().applied for _ in range(2)] == [False, True]
+    micro_batch()
+    engine.zero_grad()
+    if rank == 0:  # to look at something
+        engine(x)
+    assert [micro_batch().applied for _ in range(2)] == [True, False]
+    engine.zero_grad()
+    engine.destroy()
+    engine(x)
+    return True
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_rank_that_is_alone_with_what_it_has_seen(bare):
+    assert all(run_ranks(_alone, 2, bare))

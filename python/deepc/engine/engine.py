@@ -65,7 +65,8 @@ class Engine(EngineBase):
         the model computes in."""
         self.require_whole_step()
         out = None
-        if torch.is_grad_enabled():
+        # Else in the backward, which is collective in any case.
+        if torch.is_grad_enabled() and (self.step_policy.one_gradient or self.plan.mode == "streamed"):
             self._agree_on_the_step()
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
@@ -107,7 +108,8 @@ class Engine(EngineBase):
             raise ArgumentError(
                 "the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)"
             )
-        self._agree_on_the_step()
+        if self.hooks.synchronising:
+            self._agree_on_the_step()
         told = None
         self.events.begin("backward", loss)
         try:
@@ -361,6 +363,7 @@ class Engine(EngineBase):
         """Backward passes inside keep their gradients on this rank, in `.grad`; the first one after reduces all of
         them."""
         before, self.hooks.synchronising = self.hooks.synchronising, False
+        self.hooks.kept_apart = True
         try:
             yield
         finally:
@@ -377,9 +380,11 @@ class Engine(EngineBase):
         broken = self.hooks.broken or self.broken_pass
         # Of a pipeline, and where a disk broke the pass off, all ranks had the error.
         if self.gradient_accumulation_steps() > 1 and self.part is None and not self.broken_pass:
-            inside = bool(self.micro_steps % self.gradient_accumulation_steps()) or self.hooks.accumulated
+            ended = self.micro_steps % self.gradient_accumulation_steps()
+            # What all ranks have alike: one of them may have raised where the others have not.
+            inside = ended or self.hooks.accumulated or self.hooks.kept_apart
             if broken or inside:
-                self._dropped = bool(self._dropped) or broken
+                self._dropped = broken or (self._dropped is not None and self._dropped[0]), ended
         if broken or not self._zero_grad_keeps():
             self._drop_gradients(broken)
 
@@ -401,13 +406,18 @@ class Engine(EngineBase):
         """After zero_grad inside an accumulation: where a backward raised on some rank, the others too drop what they
         have, and begin the step anew. Collective. (Not in zero_grad: a rank may be in a backward that comes to its end
         only when one that raised has called that.)"""
-        if self._dropped is None:
+        if self._dropped is None or self.destroyed:
             return
-        mine, self._dropped = self._dropped, None
+        (mine, ended), self._dropped = self._dropped, None
         with self._death_is_told():
             told = self.everyone.gather_all(torch.tensor([mine], dtype=torch.int64, device="cpu"))
-        if told.any() and not mine:
+        if not told.any() or mine:
+            return
+        if self._zero_grad_keeps():
             self._drop_gradients(anew=True)
+        else:  # they are gone
+            self.micro_steps -= ended
+            self.step_policy.discard(anew=True)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Any) -> None:
         """The schedules of type custom: {metric: function}, or one function; of a step (the first is 1), the

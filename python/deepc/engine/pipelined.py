@@ -22,7 +22,7 @@ from ..core.ops import add_up, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.hops import Hops, in_words
 from ..parallel.pipeline.measured import Measured, measured
-from ..parallel.pipeline.part import evaluating
+from ..parallel.pipeline.part import called_to_evaluate
 from ..parallel.pipeline.runtime import Stages
 from ..zero.parameters.param import version_of
 from ..zero.tiers.agree import together
@@ -203,7 +203,7 @@ class PipelineEngine(Engine):
         self._outputs = outputs if return_logits else None
         try:
             with (
-                evaluating(self.module),
+                called_to_evaluate(self.module),
                 torch.no_grad(),
                 self._told_to_all(),
                 self.state.one_pass(trains=False),

@@ -149,8 +149,8 @@ class ResidentState(ModelState):
         return {i for i in indices if self.trained[i].data_ptr() != self._addresses[i]}
 
     @torch.no_grad()
-    def take_in_replaced(self) -> None:
-        for i in self._replaced():
+    def take_in_replaced(self, among: Iterable[int] | None = None) -> None:
+        for i in self._replaced(among):
             p, n = self.trained[i], self.plan.layout.numels[i]
             if p.numel() != n or p.dtype != self.dtype or p.device != self.flat.device:
                 raise ArgumentError(

@@ -326,9 +326,9 @@ class ModelState:
         """Indices of those (of `among`) whose memory was replaced."""
         raise NotImplementedError
 
-    def take_in_replaced(self) -> None:
+    def take_in_replaced(self, among: Iterable[int] | None = None) -> None:
         """Stages 0 to 2: values that a user put in place of a parameter's memory (`p.data = tensor`,
-        vector_to_parameters) go where that was."""
+        vector_to_parameters) go where that was; of all trained parameters, or of these."""
         raise NotImplementedError
 
     def recast(self, plan: Plan) -> None:

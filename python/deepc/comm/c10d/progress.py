@@ -21,6 +21,7 @@ nothing to gain, and a choice by chance.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -29,7 +30,7 @@ import struct
 import threading
 import time
 from _thread import get_ident
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class Progress:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ident, self._pid, self._closed = 0, os.getpid(), False
+        # How many threads wait for what is made here. While none does the caller may be on its way to what a call waits
+        # for, so that this is no deadlock.
+        self._joined = ctypes.c_int32(0)
         self.last: Pending | None = None  # newest unfinished call; None: nothing is under way
 
     def here(self) -> bool:
@@ -74,7 +78,7 @@ class Progress:
     def submit(
         self, job: Callable[[], None], tensors: Sequence[torch.Tensor], what: Callable[[], str], where: bytes
     ) -> Pending:
-        work = Pending(tensors, what, where)
+        work = Pending(tensors, what, where, self._waiting)
         with self._lock:
             if self._closed:
                 raise CommError(f"{what()}: process group {self._label} has been destroyed")
@@ -86,11 +90,22 @@ class Progress:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=f"deepc {self._label}", daemon=True)
                 self._thread.start()
-            self.last = work
+            behind, self.last = self.last, work
             self._queue.put((work, job))
-        if self._patience:
+        if self._patience and behind is None:  # behind an overdue one it can't end before that
             work.join(self._patience)
         return work
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a thread's wait for a call."""
+        with self._lock:
+            self._joined.value += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._joined.value -= 1
 
     def drain(self, seconds: float = -1) -> bool:
         """Waits until all that was submitted is finished; their errors stay theirs. In the thread itself nothing is
@@ -100,6 +115,7 @@ class Progress:
 
     def _loop(self) -> None:
         self._ident = get_ident()
+        C.dc_comm_thread_serves(ctypes.byref(self._joined))
         while True:
             work, job = self._queue.get()
             if work is None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,18 @@ class Done(dist.Work):
 
 
 class Pending(dist.Work):
-    """The Work of a call that a Progress runs. wait() may be interrupted by Ctrl-C. what(): the call, for messages."""
+    """The Work of a call that a Progress runs. wait() may be interrupted by Ctrl-C. what(): the call, for messages.
+    waiting(): around a wait for it."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], what: Callable[[], str], where: bytes) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        what: Callable[[], str],
+        where: bytes,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__()
+        self._waiting = waiting
         self._tensors, self._what, self.where = tensors, what, where
         self._gate = allocate_lock()  # held until the call is finished
         self._gate.acquire()
@@ -71,8 +80,9 @@ class Pending(dist.Work):
     def join(self, seconds: float = -1) -> bool:
         """True when finished; False after so many seconds (-1: none)."""
         if not self._finished:
-            if not self._gate.acquire(timeout=seconds):
-                return False
+            with self._waiting():
+                if not self._gate.acquire(timeout=seconds):
+                    return False
             self._gate.release()
         return True
 
@@ -187,7 +197,7 @@ class Message(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Completed by a thread of its own, which waits for the message."""
         if self._future is None:
-            pending = Pending(self._tensors, self._what, b"")
+            pending = Pending(self._tensors, self._what, b"", contextlib.nullcontext)
             self._future = pending.get_future()
 
             def run() -> None:

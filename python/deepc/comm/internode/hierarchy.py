@@ -250,10 +250,9 @@ class Hierarchy(Executor):
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Of the calls that follow."""
-        with self._lock:
-            self.link.timeout = timeout
-            self.node.set_timeout(timeout)
+        """Of the calls that follow. Not under the lock, which a call in the group's thread holds until it ends."""
+        self.link.timeout = timeout
+        self.node.set_timeout(timeout)
 
     def abort(self, reason: str) -> None:
         """Breaks the group on every rank; may be called from any thread."""

@@ -99,7 +99,7 @@ class DeepSpeedEngine(Engine):
     resumes_data = False  # scripts written for DeepSpeed skip what they had themselves
     whole_logits = True  # and read outputs.logits beside the loss
     _coalescing = False  # inside coalesce_grad_reduction
-    _in_no_sync = False
+    _in_no_sync = _step_raised = False
 
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
@@ -125,7 +125,9 @@ class DeepSpeedEngine(Engine):
             self.zero_grad()
 
     def _zero_grad_keeps(self) -> bool:
-        return self.zero_optimization_stage() > 0 and self.micro_steps % self.gradient_accumulation_steps() != 0
+        if self.part is not None or self._step_raised or self.zero_optimization_stage() == 0:
+            return False
+        return self.micro_steps % self.gradient_accumulation_steps() != 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `module.zero_grad()`, like DeepSpeed's. After a backward that raised, what the engine has collected goes
@@ -133,6 +135,7 @@ class DeepSpeedEngine(Engine):
         super().zero_grad(set_to_none)
         if self._zero_grad_keeps():
             self.module.zero_grad(set_to_none)
+        self._step_raised = False
 
     # ---- without an optimizer: for evaluation ------------------------------------------------------------------------
     def _refuse_to_train(self, what: str) -> None:
@@ -160,7 +163,10 @@ class DeepSpeedEngine(Engine):
                 "engine.step() inside engine.coalesce_grad_reduction(): its gradients are not reduced yet, as inside"
                 " no_sync; call step() after the with block"
             )
-        return super().step(lr_kwargs)
+        self._step_raised = True
+        result = super().step(lr_kwargs)
+        self._step_raised = False
+        return result
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager

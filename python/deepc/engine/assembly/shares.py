@@ -188,6 +188,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
             id(t) not in engine.spread
             and t.numel()
             and not t.is_meta
+            and t.layout == torch.strided
             and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
         ):
             group.spread(t)  # those with the same experts take what the first of them has

@@ -523,6 +523,11 @@ def place_buffers(engine: EngineBase) -> None:
     if engine.world_size > 1:
         for _, b in engine.module.named_buffers():
             if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):
+                if b.layout != torch.strided:
+                    whole = b.to_dense()
+                    engine.group.broadcast(whole.view(-1), 0)
+                    b.data = whole.to_sparse(layout=b.layout)
+                    continue
                 flat = b.data.contiguous().view(-1)
                 engine.group.broadcast(flat, 0)
                 if any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape)):

@@ -267,10 +267,10 @@ class _Access:
 
     # ---- fp32 weights ------------------------------------------------------------------------------------------------
     def value(self) -> torch.Tensor:
-        self._catch_up()
         failure: DiskError | None = None
         found = torch.empty(0, dtype=torch.float32, device="cpu")
         try:
+            self._catch_up()
             found = self.engine.state.full_param(self.index)
         except DiskError as exc:
             failure = exc
@@ -281,18 +281,20 @@ class _Access:
         """Stages 0 to 2: what the user wrote into the replica counts, also by another memory; the step would make the
         master follow, a reader wants it now. And on disk a step may have been broken off."""
         self.engine.require_whole_step()
-        if self.engine.plan.stage < 3 and self.engine.state.was_written(self.index):
-            self.engine.guard.take_in_writes()
+        state = self.engine.state
+        if self.engine.plan.stage < 3 and state.was_written(self.index):
+            state.take_in_replaced([self.index])
+            state.master_from_params([self.index])
 
     def fp32(self) -> torch.Tensor:
-        self._catch_up()
+        self._write_together(self._catch_up)
         if self.engine.state.master is None and self.engine.state.flat_host is None:
             return self.value().float()
         return self._whole(self.engine.state.window)
 
     def shard_fp32(self) -> torch.Tensor:
         """Of the shard that this rank has, of which others may own parts. Collective."""
-        self._catch_up()
+        self._write_together(self._catch_up)
         return self.here(self.engine.state.window)
 
     def local_fp32(self) -> torch.Tensor:
@@ -309,7 +311,7 @@ class _Access:
     def _write_fp32(self, write: Callable[[], None]) -> None:
         engine = self.engine
         engine.guard.verify()
-        self._catch_up()
+        self._write_together(self._catch_up)
         engine.group.barrier()  # nobody reads the old values any more
         self._write_together(write)
         if engine.plan.parameters_as:  # quantised blocks are made of whole shards

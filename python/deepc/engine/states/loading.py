@@ -87,7 +87,8 @@ def _checked(engine: EngineBase, reader: CheckpointReader, what: What) -> dict[s
     if not isinstance(state, dict) or not isinstance(state.get("engine"), dict):
         raise CheckpointError(f"checkpoint {reader.path} was not written by engine.save_checkpoint")
     saved = state["engine"]
-    _check_names(engine, reader, what.strict)
+    is_new = "kind" in saved["optimizer"]  # else of before extra states, buffers of spread experts and late parameters
+    _check_names(engine, reader, what.strict, is_new)
     if what.optimizer_states:
         _check_states(engine, reader, saved["optimizer"])
         if engine.scaler is not None and saved["scaler"] is not None:
@@ -139,7 +140,7 @@ def _load(engine: EngineBase, reader: CheckpointReader, state: dict[str, Any], w
     together(engine, doing, failure)
     engine.broken_pass = False
     engine.hooks.discard()
-    engine.step_policy.discard()
+    engine.step_policy.discard(anew=True)
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # of the step that is given up
     engine.skips.applied()
     _publish(engine)
@@ -217,17 +218,18 @@ def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None
     policy.resume()
 
 
-def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> None:
+def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool, is_new: bool) -> None:
     """CheckpointError unless parameters, buffers and extra states are those of the model (not `strict`: as far as they
-    are in both), of its shapes."""
-    frozen = [(name_among_all(n, engine.module), p) for n, p, _ in frozen_parameters(engine)]
+    are in both), of its shapes. is_new: else what older checkpoints lack is kept as it is."""
+    frozen = [(name_among_all(n, engine.module), p) for n, p, late in frozen_parameters(engine) if is_new or not late]
     ours = dict((*zip(names_of(engine), engine.state.trained), *frozen))
     want = {n: Place.of(engine, p).shape for n, p in ours.items()}
     have, more = _stored(reader, "fp32", "frozen"), _stored(reader, "buffer", EXTRA)
     kept = {name_among_all(n, engine.module): tuple(b.shape) for n, b in buffers(engine.module)}
+    always = {n for n, _ in buffers(engine.module) if name_among_all(n, engine.module) == n}
     extra_names = {name_among_all(n, engine.module) for n, _ in extra_states(engine.module)}
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
-    missing += [n for n in (*kept, *extra_names) if n not in more]
+    missing += [n for n in (*kept, *extra_names) if n not in more and (is_new or n in always)]
     if engine.parts is None:
         extra += [n for n in more if n not in kept and n not in extra_names]
     else:  # each has a part of the names, tensor-parallel ranks the same
@@ -279,7 +281,9 @@ def _prepare_torch_states(engine: EngineBase, reader: CheckpointReader) -> None:
     kinds = [kind for kind in kinds if not kind.startswith((SCALAR, AVERAGE, f"{EXTRA}."))]
 
     def has(i: int) -> dict[str, tuple[int, ...]]:
-        return {kind: reader[full].shape for kind in kinds if (full := f"{kind}/{names[i]}") in reader.tensors}
+        whole, here = Place.of(engine, engine.state.trained[i]).shape, tuple(engine.state.shapes[i])
+        found = {kind: reader[full].shape for kind in kinds if (full := f"{kind}/{names[i]}") in reader.tensors}
+        return {kind: here if shape == whole else shape for kind, shape in found.items()}  # of a cut one this shard's
 
     engine.optimizer.prepare_states(has)
 
@@ -337,7 +341,10 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         if f"buffer/{name}" in reader.tensors:
             value = torch.empty(b.numel(), dtype=b.dtype, device="cpu")
             _read(reader, f"buffer/{name}", value)
-            b.data.copy_(value.view(b.shape))
+            if b.layout == torch.strided:
+                b.data.copy_(value.view(b.shape))
+            else:
+                b.data = value.view(b.shape).to(b.device).to_sparse(layout=b.layout)
 
 
 @torch.no_grad()

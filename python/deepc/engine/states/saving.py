@@ -26,7 +26,7 @@ from ...checkpoint.store import (
 )
 from ...core.ops import name_of
 from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
-from ...parallel.expert.spread import gather_experts, name_among_all
+from ...parallel.expert.spread import gather_experts, is_spread, name_among_all
 from ...zero.parameters import owners
 from ...zero.tiers.windows import Window
 from ..base import say
@@ -190,6 +190,10 @@ def save(
         raise
 
 
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
     """Collective. See Engine.save_16bit_model."""
     failure: Exception | None = None
@@ -202,9 +206,12 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
         )
     if engine.everyone.rank == 0:
         try:
-            values = {n: t for n, t in whole.items() if n not in frozen and isinstance(t, torch.Tensor)}
-            if left := [n for n, t in whole.items() if not isinstance(t, torch.Tensor)]:
-                logger.warning("save_16bit_model writes tensors alone, without the extra state %s", ", ".join(left))
+            values = {n: t for n, t in whole.items() if n not in frozen and _is_dense(t)}
+            if left := [n for n, t in whole.items() if not _is_dense(t)]:
+                logger.warning(
+                    "save_16bit_model writes dense tensors alone, without %s (an extra state, or sparse)",
+                    ", ".join(left),
+                )
             write_model(directory, values)
         except OSError as exc:
             failure = CheckpointError(f"can't write the model into {os.fspath(directory)}: {exc.strerror or exc}")
@@ -246,7 +253,7 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         shape = tuple(st.trained[part.param].shape)
         writer.add(f"{part.name}/{names[part.param]}", _host(part.values), shape=shape, begin=part.begin)
     for name, p, late in [] if exclude_frozen or not mine else frozen_parameters(engine):
-        if engine.answers_for(p):
+        if engine.answers_for(p) and not (late and _answered(engine, name) is None):
             place, name = Place.of(engine, p), name_among_all(name, engine.module)
             value = p if late else st.frozen_value(p)
             writer.add(f"frozen/{name}", _host(value), shape=place.shape, begin=place.begin, cut=place.cut)
@@ -256,14 +263,22 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
                 writer.add(
                     f"fp32/{st.names[i]}", torch.empty(0, dtype=torch.float32, device="cpu"), shape=st.trained[i].shape
                 )
-    stage = engine.part
     for name, b in buffers(engine.module) if mine and at.tp == 0 else ():
-        if (at.ep == 0 or id(b) in engine.spread) and (stage is None or stage.has_buffer(name)):
-            writer.add(f"buffer/{name_among_all(name, engine.module)}", _host(b), shape=b.shape)
+        if (stored := _answered(engine, name)) is not None:
+            writer.add(f"buffer/{stored}", _host(b if b.layout == torch.strided else b.to_dense()), shape=b.shape)
     for name, m in extra_states(engine.module) if mine and at.tp == 0 else ():
-        stored = name_among_all(name, engine.module)
-        if at.ep == 0 or stored != name:
+        if (stored := _answered(engine, name)) is not None:
             _add_extra(writer, stored, m.get_extra_state())
+
+
+def _answered(engine: EngineBase, name: str) -> str | None:
+    """The name in checkpoints of something in the module (a buffer) that this stage and this expert rank write; None:
+    another one does. By the name, not the tensor: a module may put another one in its place."""
+    if engine.part is not None and not engine.part.has_buffer(name):
+        return None
+    stored, at = name_among_all(name, engine.module), engine.mesh.coordinates(engine.everyone.rank)
+    first = at.ep == 0 or is_spread(name, engine.module)
+    return stored if first else None
 
 
 def _add_extra(writer: CheckpointWriter, name: str, value: Any) -> None:

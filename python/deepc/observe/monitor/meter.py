@@ -618,8 +618,12 @@ class Meter(Listener):
         by_name = {p.name: (p.numel, p.index is not None) for p in engine.plan.params}
         mine = {n: p for n, p in engine.module.named_parameters() if n in by_name}
         numels = {id(p): by_name[n] for n, p in mine.items() if self._answers or id(p) in engine.cuts}
-        first = engine.mesh.coordinates(self._rank).pp == 0
-        found = counts.token_flops(engine.module, numels, first)
+        stage = engine.mesh.coordinates(self._rank).pp
+        found = counts.token_flops(engine.module, numels, stage == 0)
+        ties = engine.part.ties if engine.part is not None and stage > 0 else ()
+        for tie in ties:  # a head that is tied to an embedding of another stage, which only looks up
+            if (p := tie.parameter) is not None and stage in tie.holders and (self._answers or id(p) in engine.cuts):
+                found = found._replace(constant=found.constant + p.numel() * (6 if p.requires_grad else 4))
         return found if self._answers else found._replace(per_length=0.0)
 
     def _flops_of_step(self) -> float:

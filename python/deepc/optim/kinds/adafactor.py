@@ -46,6 +46,7 @@ class Scratch:
     CPU's."""
 
     def __init__(self, factors: int, device: torch.device | None = None) -> None:
+        device = device or torch.device("cpu")
         self.tops = torch.zeros(factors, dtype=torch.int32, device=device)
         self.sums = torch.zeros(factors, dtype=torch.float64, device=device)
         self.factors = torch.zeros(factors, device=device, dtype=torch.float32)

@@ -56,7 +56,7 @@ class Norms:
                 at += blocks_of(s.first, s.length)
             sizes.append(at)
         self._size = max(sizes, default=0)
-        self.sums = torch.zeros(2, self._size, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, self._size, dtype=torch.float64, device=device or torch.device("cpu"))
         self._mine = mine
         needed = {s.param for of in (ranks if all_parameters else [ranks[mine]]) for s in of}
         self._places: dict[int, list[tuple[int, int, int]]] = {p: [] for p in needed}

@@ -105,6 +105,11 @@ def name_among_all(name: str, model: torch.nn.Module) -> str:
     return f"{found.before}{found.number + found.first}{found.after}"
 
 
+def is_spread(name: str, model: torch.nn.Module) -> bool:
+    """Whether it is the name of something inside of an expert that is spread over ranks."""
+    return _numbered(name, model) is not None
+
+
 def gather_experts(state_dict: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A state_dict of this rank -> that of the whole model (or stage), all experts in it. Collective."""
     whole = {}

@@ -35,6 +35,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             m.training = True
 
 
+@contextlib.contextmanager
+def called_to_evaluate(model: torch.nn.Module) -> Iterator[None]:
+    """The same by model.eval() and train(), which modules may have overridden to do more."""
+    were = [(m, m.training) for m in model.modules()]
+    trains = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(trains)
+        for m, training in were:
+            m.training = training
+
+
 class Tie(NamedTuple):
     """A parameter that several ranks of a pipeline compute with. The first one trains it; the others hold copies: their
     gradients go to it before it reduces its own, and new values come from it after a step. owner, holders: ranks of the

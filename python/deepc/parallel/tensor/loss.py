@@ -39,6 +39,9 @@ def _probabilities(logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup,
     return losses, logits
 
 
+_WIDE_BYTES = 16 << 20  # of 16-bit gradients that are multiplied in fp32 at a time
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup, ignore: int) -> Tensor:
@@ -52,8 +55,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         (gradients,) = ctx.saved_tensors
-        # in fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16
-        return (gradients * grad.unsqueeze(1)).to(gradients.dtype), None, None, None, None
+        # In fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16. Some rows at a time, so that this
+        # takes little memory.
+        out, rows = torch.empty_like(gradients), max(1, _WIDE_BYTES // 4 // max(1, gradients.shape[1]))
+        for made, part, factor in zip(out.split(rows), gradients.split(rows), grad.split(rows)):
+            made.copy_(part * factor.unsqueeze(1))
+        return out, None, None, None, None
 
 
 def cross_entropy(

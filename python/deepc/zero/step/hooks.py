@@ -60,6 +60,7 @@ class GradientHooks:
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
         self._kept = False  # some .grad were left by no_sync
+        self.kept_apart = False  # there was a no_sync since the last step
         self._kept_ours = False  # of this engine's backward, so that they are divided by the accumulation steps
         self._late: dict[
             int, torch.Tensor
@@ -119,7 +120,7 @@ class GradientHooks:
     @private.uncompiled
     def watch(self, outputs: Any) -> None:
         """Finds the outermost backward through these outputs of the model, should nobody say when it ends."""
-        if private.graph_task_id() == -1 and self._queued and not self.open:
+        if private.graph_task_id() == -1 and self._queued and not self.open and not self.left_behind:
             self._queued = False  # of a backward that raised before it had a gradient
         if private.functorch_is_active():
             return
@@ -137,6 +138,7 @@ class GradientHooks:
             self._close_at_end()
         elif not self.staged:
             self._ask()
+            self._close_at_end()  # should it raise, what it has left is half of it
 
     def _ask(self) -> None:
         """The factor of what a backward leaves that this engine does not run: of a loss.backward() of the script, or of
@@ -340,6 +342,7 @@ class GradientHooks:
 
     def reset(self) -> None:
         """After a step: the next pass starts afresh."""
+        self.kept_apart = False
         self.accumulated = self.norm_ready = False
 
     def take_reducer(self, reducer: Reducer) -> None:

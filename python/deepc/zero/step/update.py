@@ -746,10 +746,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             counts = self._counts
             yield from (("step", i, counts.of(i)) for i in range(len(self._group_of)) if counts.missed(i))
             return
-        for s, shard in self._shards:
+        firsts = {s.param: shard for s, shard in reversed(self._shards)}  # a parameter may lie here in several pieces
+        for param, shard in firsts.items():
             for name, value in self._twin.state.get(shard, {}).items():
                 if (torch.is_tensor(value) and value.dim() == 0) or isinstance(value, (int, float)):
-                    yield name, s.param, value
+                    yield name, param, value
 
     def _kind(self) -> list[Any]:
         """What tells optimizers apart whose states are not each other's."""
@@ -797,16 +798,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             k: torch.tensor(v, dtype=torch.float32 if isinstance(v, float) else None, device="cpu")
             for k, v in saved.get("scalars", {}).items()
         }
+        loaded = bool(self.torch_state_names())
         for s, shard in self._shards:
-            if shard in self._twin.state or common:
-                own = {name: v for name, i, v in scalars if i == s.param}
-                self._twin.state[shard].update({k: _own(k, v, shard.device) for k, v in {**common, **own}.items()})
+            own = {name: v for name, i, v in scalars if i == s.param}
+            if shard in self._twin.state or not loaded:  # one without the others' states was never stepped
+                own = {**common, **own}
+            if own:
+                self._twin.state[shard].update({k: _own(k, v, shard.device) for k, v in own.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
         return {
             "hyper": self.hyper_state(),
-            "scalars": {f"{n}/{self._state.names[i]}": value for n, i, value in self.scalar_states()},
+            "scalars": {f"{n}/{self._state.names[i]}": _kept(value) for n, i, value in self.scalar_states()},
             "owned": {
                 f"{n}/{self._state.names[s.param]}@{s.param_begin}": w.read().clone() for n, s, w in self.owned_states()
             }

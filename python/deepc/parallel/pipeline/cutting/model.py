@@ -356,7 +356,8 @@ class CutModel:
             block, _, inside = name[len(prefix) :].partition(".")
             whole = self._chain.blocks[int(block)]
             owner = whole.get_submodule(inside.rpartition(".")[0])
-            return next(stage for module, stage in self._stage_of_modules() if module is owner)
+            found = (stage for module, stage in self._stage_of_modules() if module is owner)
+            return next(found, 0)  # one that joined the block late: the first stage's values
         module = self._model.get_submodule(name.rpartition(".")[0])
         return len(self._cuts) - 2 if any(module is m for m in self._chain.after) else 0
 

@@ -44,7 +44,7 @@ class Before:
     @property
     def nbytes(self) -> int:
         """Of the copies, which live until the block's backward."""
-        return sum({id(t): t.nbytes for _, _, t in self._kept if t is not None}.values())
+        return sum({id(t): _nbytes(t) for _, _, t in self._kept if t is not None}.values())
 
     @private.uncompiled
     def begin(self) -> None:
@@ -62,10 +62,15 @@ class Before:
     def end(self) -> None:
         """It has ended. ConfigError where it has written into a buffer of which nobody expected it."""
         found: dict[torch.nn.Module, set[str]] = {m: set() for m in self.modules if self._changed.names(m) is None}
+        # All of a module's if it changes one: another may have kept its values by chance (the mean of a batch of
+        # zeros), and kernels write without a version.
+        changing = {
+            m for m, name, t, version, copy in self._had if m in found and self._is_other(m, name, t, version, copy)
+        }
         for module, name, t, version, copy in self._had:
             replaced, written = module._buffers.get(name) is not t, _version(t) != version
             if module in found:
-                if not (replaced or written or (t is not None and copy is not None and self._changed.differ(copy, t))):
+                if module not in changing:
                     continue
                 found[module].add(name)
             elif name not in (self._changed.names(module) or ()):
@@ -81,6 +86,14 @@ class Before:
         self._had.clear()
         for module, names in found.items():
             self._changed.learn(module, frozenset(names))
+
+    def _is_other(
+        self, module: torch.nn.Module, name: str, t: torch.Tensor | None, version: int, copy: torch.Tensor | None
+    ) -> bool:
+        """Whether a buffer is another one than it was, or has other values."""
+        if module._buffers.get(name) is not t or _version(t) != version:
+            return True
+        return t is not None and copy is not None and self._changed.differ(copy, t)
 
     @private.uncompiled
     def put(self) -> None:
@@ -103,6 +116,11 @@ class Before:
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _nbytes(t: torch.Tensor) -> int:
+    """Of its values; of a sparse one, whose copy is small beside what it stands for, none."""
+    return t.nbytes if t.layout == torch.strided else 0
 
 
 def _version(t: torch.Tensor | None) -> int:

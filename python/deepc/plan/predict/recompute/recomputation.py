@@ -98,8 +98,9 @@ class Recomputation:
         return {s[0] for s in held if s is not None}
 
     def differ(self, was: torch.Tensor, now: torch.Tensor) -> bool:
-        """Whether a buffer has other values than its copy. Kernels write without a version, as batch norm's do."""
-        return not torch.equal(was, now)
+        """Whether a buffer has other values than its copy. Kernels write without a version, as batch norm's do; into
+        sparse tensors none does."""
+        return was.layout == torch.strided and not was.is_meta and not torch.equal(was, now)
 
     def agreed(self, calls: list[Call], outside: int) -> tuple[list[Call], int]:
         """What all ranks that compute a block together make of what each has measured."""
