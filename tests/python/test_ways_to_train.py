@@ -225,9 +225,9 @@ def _old_graphs(rank, world, stages):
             before = weights_of(engine.module)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 backward(old)
-            with pytest.raises(DeepcError, match="zero_grad"):
+            with pytest.raises(DeepcError, match="restart_step"):
                 engine.step()
-            with pytest.raises(DeepcError, match="zero_grad"):
+            with pytest.raises(DeepcError, match="restart_step"):
                 engine.backward(engine(**part))
             engine.zero_grad()
             assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())
@@ -248,7 +248,7 @@ def _stops(gradient):
 
 def _stopped(rank, world, compat, stages, who):
     """Of three micro-batches the given ones (step, micro-batch) raise in backward on the ranks `who`, which call
-    zero_grad; then all do, and the step begins anew. Returns the weights, and how many micro-batches each step took."""
+    restart_step; then all do, and the step begins anew. Returns the weights, and how many micro-batches a step took."""
     import deepc
     import torch.distributed as dist
 
@@ -276,14 +276,14 @@ def _stopped(rank, world, compat, stages, who):
                     try:
                         engine.backward(loss)
                     except ZeroDivisionError:
-                        engine.zero_grad()
+                        engine.restart_step()
                     if hook is not None:
                         hook.remove()
                     told = torch.tensor([float(failed)])
                     dist.all_reduce(told)
                     if told:
                         bad, m = None, 0
-                        engine.zero_grad()
+                        engine.restart_step()
                         continue
                     m += 1
                     assert engine.is_gradient_accumulation_boundary() == (m == 3)
@@ -1045,7 +1045,7 @@ def _alone(rank, world, bare):
                 engine.step()
         else:
             loss_that_raises().backward() if bare else engine.backward(loss_that_raises())
-    engine.zero_grad()
+    engine.restart_step()
     assert [micro_batch().applied for _ in range(2)] == [False, True]
     micro_batch()
     engine.zero_grad()

@@ -189,9 +189,6 @@ class EngineBase(ModelWrapper):
     _scaled = False
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
-    # After zero_grad inside an accumulation, until all ranks have told: whether a backward had raised on this one, and
-    # how many micro-batches of the step had ended.
-    _dropped: tuple[bool, int] | None = None
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
     broken_load = "", False  # why the last load_checkpoint left a mixture, and whether it was to load optimizer states
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""

@@ -65,9 +65,6 @@ class Engine(EngineBase):
         the model computes in."""
         self.require_whole_step()
         out = None
-        # Else in the backward, which is collective in any case.
-        if torch.is_grad_enabled() and (self.step_policy.one_gradient or self.plan.mode == "streamed"):
-            self._agree_on_the_step()
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
             self.unequal_batches = None
@@ -108,8 +105,6 @@ class Engine(EngineBase):
             raise ArgumentError(
                 "the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)"
             )
-        if self.hooks.synchronising:
-            self._agree_on_the_step()
         told = None
         self.events.begin("backward", loss)
         try:
@@ -225,7 +220,6 @@ class Engine(EngineBase):
         Collective. A step whose gradients are not finite is skipped, in every precision, and says so. After a DiskError
         of states on disk it is done in part: the next call does the rest."""
         self.require_alive("step")
-        self._agree_on_the_step()
         result = None
         self.events.begin("step")
         try:
@@ -363,7 +357,6 @@ class Engine(EngineBase):
         """Backward passes inside keep their gradients on this rank, in `.grad`; the first one after reduces all of
         them."""
         before, self.hooks.synchronising = self.hooks.synchronising, False
-        self.hooks.kept_apart = True
         try:
             yield
         finally:
@@ -371,26 +364,22 @@ class Engine(EngineBase):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
-        collective). If one raised on any rank, the next micro-batch is the step's first one, on all of them: the next
-        forward tells them, so all call zero_grad."""
+        collective). The step is of the micro-batches that are left to it; of the next ones, where all ranks know that
+        it begins anew: a disk has broken the pass off, or there is one rank. See restart_step."""
         self.require_alive("zero_grad")
         self.require_states("zero_grad")
         if self.broken_step:
             raise DeepcError(self.broken_step)
-        broken = self.hooks.broken or self.broken_pass
-        # Of a pipeline, and where a disk broke the pass off, all ranks had the error.
-        if self.gradient_accumulation_steps() > 1 and self.part is None and not self.broken_pass:
-            ended = self.micro_steps % self.gradient_accumulation_steps()
-            # What all ranks have alike: one of them may have raised where the others have not.
-            inside = ended or self.hooks.accumulated or self.hooks.kept_apart
-            if broken or inside:
-                self._dropped = broken or (self._dropped is not None and self._dropped[0]), ended
-        if broken or not self._zero_grad_keeps():
-            self._drop_gradients(broken)
+        self._drop_gradients(self.broken_pass or (self.hooks.broken and self.everyone.world == 1))
 
-    def _zero_grad_keeps(self) -> bool:
-        """Whether zero_grad leaves what the engine has collected where it is whole."""
-        return False
+    def restart_step(self) -> None:
+        """The same on every rank, and the next micro-batch is the step's first one: after a backward that raised in the
+        midst of an accumulation, or to try the step's micro-batches again. All ranks call it."""
+        self.require_alive("restart_step")
+        self.require_states("restart_step")
+        if self.broken_step:
+            raise DeepcError(self.broken_step)
+        self._drop_gradients(True)
 
     def _drop_gradients(self, anew: bool) -> None:
         """anew: the next micro-batch is the step's first one."""
@@ -400,24 +389,6 @@ class Engine(EngineBase):
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self.broken_pass = False
         self.events.end("discard")
-
-    @private.uncompiled
-    def _agree_on_the_step(self) -> None:
-        """After zero_grad inside an accumulation: where a backward raised on some rank, the others too drop what they
-        have, and begin the step anew. Collective. (Not in zero_grad: a rank may be in a backward that comes to its end
-        only when one that raised has called that.)"""
-        if self._dropped is None or self.destroyed:
-            return
-        (mine, ended), self._dropped = self._dropped, None
-        with self._death_is_told():
-            told = self.everyone.gather_all(torch.tensor([mine], dtype=torch.int64, device="cpu"))
-        if not told.any() or mine:
-            return
-        if self._zero_grad_keeps():
-            self._drop_gradients(anew=True)
-        else:  # they are gone
-            self.micro_steps -= ended
-            self.step_policy.discard(anew=True)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Any) -> None:
         """The schedules of type custom: {metric: function}, or one function; of a step (the first is 1), the
@@ -543,10 +514,7 @@ class Engine(EngineBase):
             optimizer_states = load_optimizer_states and not load_module_only
             scheduler_states = load_lr_scheduler_states and not load_module_only
             what = What(load_module_strict, optimizer_states, scheduler_states, load_module_only)
-            path, client_state = load(self, load_dir, tag, what)
-        if path is not None:  # all ranks are at the same micro-batch again
-            self._dropped = None
-        return path, client_state
+            return load(self, load_dir, tag, what)
 
     def save_16bit_model(
         self,

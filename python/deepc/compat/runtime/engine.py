@@ -122,7 +122,7 @@ class DeepSpeedEngine(Engine):
         """What the user's `module.zero_grad()` means for gradients that are with the engine: they go, as from
         DeepSpeed's `.grad` at stage 0. In the middle of an accumulation at stages 1 to 3 they stay, as there."""
         if not self._zero_grad_keeps():
-            self.zero_grad()
+            super().zero_grad()
 
     def _zero_grad_keeps(self) -> bool:
         if self.part is not None or self._step_raised or self.zero_optimization_stage() == 0:
@@ -130,11 +130,18 @@ class DeepSpeedEngine(Engine):
         return self.micro_steps % self.gradient_accumulation_steps() != 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `module.zero_grad()`, like DeepSpeed's. After a backward that raised, what the engine has collected goes
-        in the middle of an accumulation too, and the next micro-batch is the step's first one."""
-        super().zero_grad(set_to_none)
-        if self._zero_grad_keeps():
+        """As `module.zero_grad()`, like DeepSpeed's. In the middle of an accumulation it can't drop what a backward has
+        left that raised: other ranks would keep theirs."""
+        known = self.broken_pass or (self.hooks.broken and self.everyone.world == 1)  # on all ranks
+        if known or not self._zero_grad_keeps():
+            super().zero_grad(set_to_none)
+            self._step_raised = False
+        else:
+            self.hooks.check()
             self.module.zero_grad(set_to_none)
+
+    def restart_step(self) -> None:
+        super().restart_step()
         self._step_raised = False
 
     # ---- without an optimizer: for evaluation ------------------------------------------------------------------------

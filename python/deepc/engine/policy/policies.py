@@ -155,8 +155,6 @@ class Plain:
         engine, whose loss went through a module of this one. They are divided by the accumulation steps here, as in
         DeepSpeed."""
         engine = self._engine
-        if engine.hooks.synchronising:
-            engine._agree_on_the_step()
         boundary = engine.is_gradient_accumulation_boundary()
         if running is not None:
             return boundary, self.foreign_backward(running)

@@ -60,7 +60,6 @@ class GradientHooks:
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
         self._kept = False  # some .grad were left by no_sync
-        self.kept_apart = False  # there was a no_sync since the last step
         self._kept_ours = False  # of this engine's backward, so that they are divided by the accumulation steps
         self._late: dict[
             int, torch.Tensor
@@ -325,8 +324,8 @@ class GradientHooks:
             self._failed = True
             raise DeepcError(
                 "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
-                " engine.zero_grad() on every rank (it drops what was accumulated since the last step) and go on with a"
-                " new forward, which is the step's first micro-batch"
+                " engine.restart_step() on every rank (it drops what was accumulated since the last step, as"
+                " engine.zero_grad() does) and go on with a new forward, which is the step's first micro-batch"
             )
 
     def discard(self) -> None:
@@ -342,7 +341,6 @@ class GradientHooks:
 
     def reset(self) -> None:
         """After a step: the next pass starts afresh."""
-        self.kept_apart = False
         self.accumulated = self.norm_ready = False
 
     def take_reducer(self, reducer: Reducer) -> None:
