@@ -701,3 +701,47 @@ def accelerate_native(rank: int, world: int, folder: str, options: list[str]) ->
     _without_names()
     script, where = example("accelerate_native"), ["--output_dir", folder, *options]
     return script.main(where), script.main([*where, "--resume"]), len(weights(folder))
+
+
+class Features(torch.nn.Module):
+    """A model of floating-point inputs, which does not cast them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.lin(x)
+        return {"loss": torch.nn.functional.cross_entropy(out.float(), labels), "logits": out}
+
+
+def trials(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Of a trainer that makes its model anew for each train(): losses, and whether it is the engine's; and of a
+    configuration that says something else than TrainingArguments."""
+    _without_names()
+    from deepc.errors import ConfigError
+    from deepc.integrations.hf import EngineTrainer
+    from transformers import TrainingArguments
+
+    draw = torch.Generator().manual_seed(3)
+    data = [{"x": x, "labels": int(x.sum() > 0)} for x in torch.randn(32, 4, generator=draw)]
+    args = TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=4, bf16=True, use_cpu=True, report_to=[], save_strategy="no",
+        learning_rate=0.1, logging_steps=1, lr_scheduler_type="constant", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = EngineTrainer(model_init=Features, args=args, train_dataset=data, eval_dataset=data, deepc_config={})
+    out: dict[str, Any] = {"losses": [], "evaluated": [], "own": []}
+    for _ in range(2):
+        trainer.train()
+        out["losses"].append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        out["evaluated"].append(trainer.evaluate()["eval_loss"])
+        out["own"].append(trainer.engine.module is trainer.model)
+    trainer.engine.destroy()
+    for key, value in (("gradient_accumulation_steps", 8), ("train_micro_batch_size_per_gpu", 2)):
+        other = EngineTrainer(model=Features(), args=args, train_dataset=data, deepc_config={key: value})
+        try:
+            other.train()
+        except ConfigError as error:
+            out[key] = str(error)
+    return out

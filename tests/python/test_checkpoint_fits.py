@@ -16,7 +16,8 @@ def make(model, stage=1, optimizer=None, micro=8, precision="fp32", **extra):
     """An engine; optimizer: of torch, or a section of the configuration's."""
     import deepc
 
-    config = tiny.config(stage, micro=micro, precision=precision, clip=0.0, **extra)
+    config = tiny.config(stage, micro=micro, precision="fp32" if precision == "auto" else precision, clip=0.0, **extra)
+    config |= {"precision": "auto"} if precision == "auto" else {}
     if isinstance(optimizer, dict):
         config["optimizer"], optimizer = optimizer, None
     elif optimizer is not None:
@@ -456,6 +457,83 @@ def _late(rank, world, stage, folder):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_parameters_that_join_the_model_late(stage, tmp_path):
     assert all(run_quietly(_late, 2, stage, str(tmp_path)))
+
+
+def _private(rank, world, folder):
+    """Frozen numbers that are not floating-point, and buffers of any dtype: every rank has its own memory of them."""
+    import deepc
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gpt = tiny.make_model()
+            self.table = nn.Parameter(torch.full((4,), rank, dtype=torch.int8), requires_grad=False)
+            self.mask = nn.Parameter(torch.tensor([rank == 0, True]), requires_grad=False)
+            self.register_buffer("drawn", torch.tensor([rank == 1, False]))
+            self.register_buffer("turned", torch.tensor([rank * 1j, 2.0]), persistent=False)
+            self.register_buffer("short", torch.full((2, 3), rank, dtype=torch.int16).t())
+
+        def forward(self, x, y):
+            return self.gpt(x, y)
+
+    model = Net()
+    engine = make(model, 3, micro=8 // world)
+    assert model.drawn.tolist() == [False, False] and model.turned[0] == 0 and not model.short.any()
+    assert model.table.tolist() == [0] * 4 and model.mask.tolist() == [True, True]
+    engine.save_checkpoint(folder)
+    with deepc.zero.GatheredParameters([model.table, model.mask], modifier_rank=0):
+        if rank == 0:
+            model.table.fill_(7)
+            model.mask.fill_(False)
+    assert model.table.tolist() == [7] * 4 and model.mask.tolist() == [False] * 2
+    kept = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.load_checkpoint(folder)
+    assert model.table.tolist() == [0] * 4 and model.mask.tolist() == [True, True]
+    engine.load_module_state_dict(kept)
+    assert model.table.tolist() == [7] * 4 and model.mask.tolist() == [False] * 2
+    engine.destroy()
+    return True
+
+
+def test_what_is_no_floating_point_number_is_the_same_on_all_ranks(tmp_path):
+    assert all(run_quietly(_private, 2, str(tmp_path)))
+
+
+def _stays_on_disk(rank, world, folder):
+    disk = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    engine = make(tiny.make_model(), 1, zero_optimization=disk)
+    for number in range(2):
+        step(engine, number)
+        engine.offload_states()  # around something that wants memory: they are there
+        engine.reload_states()
+        assert engine.plan.disk is not None and engine.state.tier is not None
+    engine.destroy()
+    return True
+
+
+def test_what_the_configuration_has_on_disk_stays_there(tmp_path):
+    assert all(run_quietly(_stays_on_disk, 1, str(tmp_path)))
+
+
+def _refused_in_its_precision(rank, world, folder):
+    """A checkpoint that does not fit changes no precision."""
+    engine = make(tiny.make_model(), 1, precision="auto")
+    engine.auto_precision.mode = "fp32"
+    engine.step_policy.resume()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    other = make(tiny.make_model(width=16), 1, precision="auto")
+    was = other.dtype, other.auto_precision.state_dict()
+    assert was[0] == torch.bfloat16
+    with pytest.raises(CheckpointError, match="shape"):
+        other.load_checkpoint(folder)
+    assert (other.dtype, other.auto_precision.state_dict()) == was
+    other.destroy()
+    return True
+
+
+def test_a_checkpoint_that_does_not_fit_changes_no_precision(tmp_path):
+    assert all(run_quietly(_refused_in_its_precision, 1, str(tmp_path)))
 
 
 # ---- what does not fit, and what is loaded in part -------------------------------------------------------------------

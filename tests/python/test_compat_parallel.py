@@ -126,6 +126,16 @@ def test_what_transformers_attention_can_not_be_shared_is_told(deepspeed):
         register(model, "flash_attention_2", 2, 1)
     with pytest.raises(ValueError, match="needs seq_length"):
         register(model, "sdpa", 2, 1, seq_length_is_variable=False)
+    shared = UlyssesSPAttentionHF.__new__(UlyssesSPAttentionHF)
+    torch.nn.Module.__init__(shared)
+    shared.core_attn_implementation = "sdpa"
+    layer = model.model.layers[0].self_attn
+    shared._refuse_masks(layer, torch.ones(1), 8, 8)
+    with pytest.raises(UnsupportedError, match="a sliding window of 4 positions in 8"):
+        shared._refuse_masks(layer, None, 4, 8)
+    layer.is_causal = False
+    with pytest.raises(UnsupportedError, match="looks both ways"):
+        shared._refuse_masks(layer, torch.ones(1), None, 8)
     for name, error in (("eager", ArgumentError), ("flex_attention", UnsupportedError), ("other", ArgumentError)):
         model.config._attn_implementation = name
         with pytest.raises(error, match=name):
@@ -161,6 +171,23 @@ def _adapted(rank, world):
     for batch, text in wrong:  # one rank's batch is: all ranks say so, none waits
         with pytest.raises(ValueError, match=text):
             next(UlyssesSPDataLoaderAdapter([batch if rank == 0 else whole], rank % 2, group, 2))
+
+    class Epochs(list):
+        def set_epoch(self, epoch):
+            self[:] = [{**whole, "labels": torch.full((1, 4), 10 * epoch + i)} for i in range(3)]
+
+    def numbers(loader, count):
+        it = iter(loader)
+        return [int(next(it)["shift_labels"][0, 0]) for _ in range(count)]
+
+    of_epochs = UlyssesSPDataLoaderAdapter(Epochs(), rank % 2, group, 2)
+    of_epochs.set_epoch(0)
+    assert numbers(of_epochs, 6) == [0, 0, 1, 1, 2, 2]  # as Trainer does: its end is not asked for
+    of_epochs.set_epoch(1)
+    assert numbers(of_epochs, 6) == [10, 10, 11, 11, 12, 12]
+    assert numbers(of_epochs, 2) == [10, 10]
+    skipping = of_epochs.skipping(3, lambda dl, n: Epochs(dl[n:]))
+    assert numbers(skipping, 2) == [11, 12]
     short = UlyssesSPDataLoaderAdapter([whole] * (1 + rank), rank % 2, group, 2)
     return told, [b["position_ids"].tolist() for b in short], [b["position_ids"].tolist() for b in short]
 

@@ -208,6 +208,21 @@ def test_an_int8_linear_of_large_fp16_activations_overflows_where_its_result_doe
         assert got[~fits].isinf().all() and (~fits).any()
 
 
+def test_a_model_keeps_the_dtypes_that_it_came_in(tmp_path):
+    """Some of its weights are fp32 on purpose (a router's), and its tables with them."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4))
+    model.register_buffer("angles", torch.rand(4))
+    kept = copy.deepcopy(model.state_dict())
+    deepc.inference(model)
+    assert {n: t.dtype for n, t in model.state_dict().items()} == {n: t.dtype for n, t in kept.items()}
+    assert all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+    with pytest.raises(UnsupportedError, match="several dtypes.*pass dtype='bfloat16'"):
+        disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+        deepc.inference(copy.deepcopy(model), zero={"stage": 3, "offload_param": disk})
+    deepc.inference(model, dtype="bf16")
+    assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
+
+
 def test_an_int8_embedding_refuses_what_an_embedding_refuses():
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5, bias=False))
     model[1].weight = model[0].weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import hf_runs
 import pytest
@@ -87,3 +88,16 @@ def test_engine_trainer_in_odd_uses(tmp_path, stage):
     assert all(
         a != b and abs(a - b) < 0.05 for a, b in zip(plain, smoothed, strict=True)
     )  # shifted labels, or it would be as high as chance
+
+
+def test_a_model_that_is_made_anew_for_each_training(tmp_path):
+    """model_init, as a search of hyperparameters has it: the second training was the first one's model's. In 16 bits,
+    with floating-point inputs."""
+    for told in run_ranks(hf_runs.trials, 2, args=(str(tmp_path),), fresh=True, env=QUIET):
+        assert told["own"] == [True, True] and told["losses"][0] == told["losses"][1]
+        assert told["evaluated"][0] == told["evaluated"][1] < told["losses"][0][0]
+        for key, text in (
+            ("gradient_accumulation_steps", "gradient_accumulation_steps = 8, and TrainingArguments say .* = 1"),
+            ("train_micro_batch_size_per_gpu", "= 2, and TrainingArguments say per_device_train_batch_size = 4"),
+        ):
+            assert re.search(text, told[key])

@@ -120,6 +120,8 @@ class Odd(nn.Module):
             self.free[2].uniform_()
             self.free *= 3
             torch.add(self.free, 1, out=self.free)
+            self.holes = nn.Parameter(torch.zeros(8, 8))
+            self.holes[:, :4].normal_()  # a view with holes is drawn one number at a time
         self.free.data.mul_(0.5)
         self.given = nn.Parameter(torch.zeros(3))
         self.given.data = torch.rand(3)

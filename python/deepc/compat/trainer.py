@@ -81,6 +81,7 @@ class EngineTrainerMixin(_Base):
 
     def __init__(self, *args: Any, deepc_config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> None:
         self.engine: Any = None
+        self._of: Any = None  # the model that it was made of
         self._deepc_config = deepc_config
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
@@ -126,8 +127,15 @@ class EngineTrainerMixin(_Base):
         if config.get("train_batch_size") == "auto":
             del config["train_batch_size"]
         for key, value in known.items():
-            if config.get(key, "auto") == "auto":
+            given = config.get(key, "auto")
+            if given == "auto":
                 config[key] = value
+            elif given != value and key != "gradient_clipping":  # which is the engine's; Trainer counts micro-batches
+                named = key.replace("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
+                raise ConfigError(
+                    f"deepc_config has {key} = {given!r}, and TrainingArguments say {named} = {value!r}; make them"
+                    ' equal, or set the first to "auto"'
+                )
         for key, asked in (("bf16", args.bf16), ("fp16", args.fp16)):
             self._fill_precision(config, key, asked)
         return config
@@ -149,7 +157,10 @@ class EngineTrainerMixin(_Base):
         train() is called again."""
         if not training:
             return model
+        if self.engine is not None and self._of is not self.model:  # model_init: another trial
+            self._forget_engine()
         if self.engine is None:
+            self._of = self.model
             self.engine, *_ = deepc.initialize(model=self.model, optimizer=self.optimizer, config=self._configuration())
             if self.args.torch_compile:
                 self.engine.compile(
@@ -163,11 +174,25 @@ class EngineTrainerMixin(_Base):
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """auto_find_batch_size: the next try makes an engine of its own."""
         if self.engine is not None:
-            self.engine.destroy()
-            self.accelerator._models.clear()
-            self.accelerator._optimizers.clear()
-            self.engine = self.optimizer = self.lr_scheduler = None
+            self._forget_engine()
+            self.optimizer = self.lr_scheduler = None
         super()._update_auto_batch_size(batch_size)  # type: ignore[no-untyped-call]  # transformers
+
+    def _forget_engine(self) -> None:
+        self.engine.destroy()
+        self.accelerator._models.clear()
+        self.accelerator._optimizers.clear()
+        self.engine = None
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Floating-point inputs (speech, pictures) come in the dtype that the engine computes in, as Trainer has them
+        with DeepSpeed: there is no autocast."""
+        from ..engine.data import cast_floats
+
+        data = super()._prepare_input(data)
+        if self.engine is None or self.engine.dtype == torch.float32:
+            return data
+        return cast_floats(data, self.engine.dtype) if isinstance(data, torch.Tensor) else data
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Trainer has divided the loss by the accumulation already."""

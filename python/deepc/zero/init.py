@@ -62,6 +62,15 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return at, at + (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize
 
 
+def _like(target: torch.Tensor) -> torch.Tensor:
+    """Other memory for a tensor with the strides of `target`: how much a generator draws depends on them."""
+    if torch.ops.aten.is_non_overlapping_and_dense(target):
+        return torch.empty_like(target)
+    span = 1 + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride()))
+    flat = torch.empty(span if target.numel() else 0, dtype=target.dtype, device=target.device)
+    return flat.as_strided(target.shape, target.stride())
+
+
 def _replaced(x: Any, drawn: _Drawn | None) -> Any:
     """`x` with tensors over the memory of `drawn` replaced; itself if there are none."""
     if drawn is None:
@@ -390,7 +399,7 @@ class _OwnerWrites(torch.overrides.TorchFunctionMode):
             func(own, *_replaced(args, drawn), **_replaced(kwargs, drawn))
         elif random:
             self._arena.drawn = drawn = None  # its memory goes first
-            scratch = torch.empty_like(target)
+            scratch = _like(target)
             func(scratch, *args, **kwargs)
             if target.is_contiguous():
                 self._arena.drawn = _Drawn(target.data_ptr(), scratch.detach())

@@ -417,7 +417,7 @@ class ModelState:
     def set_frozen(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Writes a parameter that is not trained; the same value on all ranks, a fence is the caller's. Node-shared
         memory is written by the leader."""
-        if self.segment is None or self.group.leader:
+        if not self.watches(p) or self.group.leader:
             p.data.copy_(value)
 
     # ---- whole parameters: what access.py and gathered.py ask for ----------------------------------------------------

@@ -18,8 +18,13 @@ from torch.distributed import *  # noqa: F403
 from torch.distributed import ReduceOp
 
 from ...comm import start as _own
-from ...comm.start import (
+from ...comm.start import (  # noqa: F401  # some are here for who imports this
     configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
 )
 from ...errors import MisuseError
 

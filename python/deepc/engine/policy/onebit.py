@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 from ...plan.layout import Layout
 from ...plan.mesh import Mesh
 from ...plan.plan import Plan
+from ...zero.parameters.gathered import broadcast_bytes
 from ...zero.step.across.copies import CopiesReducer
 from ...zero.step.across.momentum import MomentumUpdate
 from ...zero.step.collective import TorchReducer
@@ -262,10 +263,8 @@ class OneBitShards(OneBitSteps):
         engine.group = self._nodes.inside if everyone.ranks_per_node > 1 else SoloGroup()
         engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
         for t in (*engine.module.parameters(), *engine.module.buffers()):
-            if t.numel() and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64)):
-                values = t.detach().contiguous().view(-1)
-                everyone.broadcast(values, 0)  # within a node the states do it
-                t.data.copy_(values.view(t.shape))
+            if t.layout == torch.strided:
+                broadcast_bytes(everyone, t.data, 0)  # within a node the states do it
 
     @property
     def _keeps(self) -> bool:

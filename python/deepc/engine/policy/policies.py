@@ -391,7 +391,7 @@ class AutomaticPrecision(Plain):
         """Changes the precision if this step says so. Returns what changed, "" if nothing did. Collective."""
         engine, auto = self._engine, self.auto
         self._losses.clear()
-        was = auto.mode
+        was, stay = auto.mode, auto.stay
         why = auto.after_step(applied, self._mean_loss)
         if why is None:
             return ""
@@ -402,7 +402,7 @@ class AutomaticPrecision(Plain):
                 f"step {engine.global_steps}: precision stays {was} though {why}: {lacking}",
                 logging.WARNING,
             )
-            auto.mode = was
+            auto.mode, auto.stay = was, stay
             return ""
         text = f"{was} -> {auto.mode}: {why}"
         self._change(dtype)

@@ -145,8 +145,16 @@ class _Builder:
         self.int8 = asked == torch.int8 or bool(self.stored_int8)
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = own if asked is None or asked == torch.int8 else asked
+        # A model that keeps its own dtype keeps that of each tensor: some are fp32 on purpose (a router's weights).
+        self._as_it_is = asked is None and not self.int8
+        differ = any(p.is_floating_point() and p.dtype != self.dtype for p in model.parameters())
+        if self._as_it_is and differ and zero is not None:
+            raise UnsupportedError(
+                "the model's parameters have several dtypes, which weights that are streamed have not: pass dtype="
+                f"'{str(self.dtype).removeprefix('torch.')}', which casts all of them"
+            )
         # Buffers of a model that comes in the dtype stay in theirs: it was made so (rotary frequencies in fp32).
-        self._cast_buffers = any(p.is_floating_point() and p.dtype != self.dtype for p in model.parameters())
+        self._cast_buffers = differ and not self._as_it_is
 
     def build(self) -> InferenceEngine:
         model = self.model.requires_grad_(False).eval()
@@ -287,7 +295,8 @@ class _Builder:
             kept |= {id(b) for b in self.model.buffers()}
         for t in (*self.model.parameters(), *self.model.buffers()):
             t.data = t.data.to(
-                device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in kept else t.dtype
+                device=self.device,
+                dtype=self.dtype if t.is_floating_point() and id(t) not in kept and not self._as_it_is else t.dtype,
             )
 
     def _share(self) -> Home:

@@ -536,8 +536,10 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
         if engine.global_rank == 0:
             engine.module.load_state_dict(state_dict, strict=strict)
         else:
-            buffers = {n for n, _ in engine.module.named_buffers(remove_duplicate=False)}
-            engine.module.load_state_dict({n: t for n, t in state_dict.items() if n in buffers}, strict=False)
+            own = {n for n, _ in engine.module.named_buffers(remove_duplicate=False)}
+            shared = {id(p) for p in params if p.is_floating_point()}  # of the node, where rank 0 writes
+            own |= {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) not in shared}
+            engine.module.load_state_dict({n: t for n, t in state_dict.items() if n in own}, strict=False)
     except Exception as exc:
         error = exc
     whole.end()

@@ -174,7 +174,9 @@ class _Here:
     __slots__ = ("_value", "_version")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self._value, self._version = x, x._version
+        # Not x itself: of an operator that saves its result it would be a cycle through autograd, which only a backward
+        # breaks.
+        self._value, self._version = x.detach(), x._version
 
     def value(self) -> torch.Tensor:
         if self._value._version != self._version:

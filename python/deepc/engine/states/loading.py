@@ -65,8 +65,6 @@ def load(
     if not engine.broken_step:
         with contextlib.suppress(DiskError):  # loading is the way out
             engine.guard.take_in_writes()  # of what the checkpoint lacks; memory that a script replaced is ours again
-    if what.optimizer_states and engine.auto_precision is not None:
-        _take_precision(engine, directory, tag)
     doing = f"loading checkpoint {tag or 'latest'} of {directory}"
     with contextlib.ExitStack() as until:
         failure: Exception | None = None
@@ -76,6 +74,8 @@ def load(
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
         together(engine, doing, failure)
+        if what.optimizer_states and engine.auto_precision is not None:
+            _take_precision(engine, state["engine"].get("precision"))
         with _made_whole(engine, what, doing):
             _load(engine, reader, state, what, doing)
         return reader.path, state["client"]
@@ -197,25 +197,18 @@ def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
         engine.forget_batches()
 
 
-def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None:
-    """precision "auto": the mode that the checkpoint was saved in, before its values are read. Collective."""
+def _take_precision(engine: EngineBase, saved: dict[str, Any] | None) -> None:
+    """precision "auto": the mode that the checkpoint was saved in, before its values are read. What can't be changed
+    to stays as it is. Collective."""
     policy = cast("AutomaticPrecision", engine.step_policy)
-    failure: Exception | None = None
-    saved: dict[str, Any] | None = None
+    before = policy.auto.state_dict()
     try:
-        with CheckpointReader(directory, tag) as reader:
-            state = reader.client_state()
-            saved = (
-                state["engine"].get("precision")
-                if isinstance(state, dict) and isinstance(state.get("engine"), dict)
-                else None
-            )
         if saved is not None:
             policy.auto.load_state_dict(saved)
-    except Exception as exc:  # told to the other ranks, then raised
-        failure = exc
-    together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
-    policy.resume()
+        policy.resume()
+    except Exception:
+        policy.auto.load_state_dict(before)
+        raise
 
 
 def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool, is_new: bool) -> None:

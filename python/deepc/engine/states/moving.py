@@ -63,6 +63,8 @@ def reload(engine: EngineBase) -> None:
         return
     if engine.plan.disk is None or tier is None:
         return
+    if engine._config.zero.offload_optimizer.device == "nvme":
+        return  # the configuration put them there, not offload_states
     _check(engine)
     states = engine.plan.owned_elems * optimizer.moments * optimizer.state_bytes // 256
     _move(engine, with_states(engine.plan, states, None))

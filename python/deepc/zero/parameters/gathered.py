@@ -41,13 +41,27 @@ class Whole:
         self.end()
 
 
+def broadcast_bytes(group: Group, tensor: torch.Tensor, root: int) -> None:
+    """`tensor`, of any dtype and layout, is rank `root`'s. Collective."""
+    if tensor.numel() == 0:
+        return
+    flat = tensor.detach().contiguous()
+    wide = (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1).view(torch.uint8)
+    group.broadcast(wide, root)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+
+
 class SharedMemory(Whole):
     """Parameters in memory that the ranks of a node share, readable at any time. Rank `writer` writes (None: nobody);
     the others get private copies meanwhile, so that what they write is dropped, unless `copies` is False: then they
     don't write."""
 
-    def __init__(self, group: Group, params: Params, writer: int | None, *, copies: bool = True) -> None:
-        self._group, self._params, self._writer = group, params, writer
+    def __init__(
+        self, group: Group, params: Params, writer: int | None, *, copies: bool = True, private: Params = ()
+    ) -> None:
+        """private: those of `params` that every rank has in memory of its own, which get the writer's values."""
+        self._group, self._params, self._writer, self._private = group, params, writer, private
         self._copies = copies and group.rank != writer
         self._views: list[torch.Tensor] = []
 
@@ -67,6 +81,8 @@ class SharedMemory(Whole):
             p.data = view
         self._views = []
         self._group.barrier()  # the writer's values are visible on its node
+        for p in self._private if self._copies or self._group.rank == self._writer else ():
+            broadcast_bytes(self._group, p.data, self._writer)
         if self._group.nodes > 1:
             for p in self._params:
                 self._group.spread(p.data.view(-1), self._writer)
@@ -256,7 +272,8 @@ class GatheredParameters:
             if not isinstance(p, torch.Tensor):
                 raise ArgumentError(f"GatheredParameters takes parameters, got {type(p).__name__}")
         unique = {id(p): p for p in given} if enabled else {}
-        self._params = [p for p in unique.values() if is_zero_param(p)]
+        # All ranks take them in one order, whatever order they are given in: transformers gives a set.
+        self._params = sorted((p for p in unique.values() if is_zero_param(p)), key=number)
         self._modifier = modifier_rank
         if modifier_rank is not None and not (isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)):
             raise ArgumentError(f"modifier_rank is a rank or None, got {modifier_rank!r}")

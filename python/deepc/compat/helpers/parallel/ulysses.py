@@ -97,6 +97,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         parts = [torch.empty_like(positions) for _ in range(dist.get_world_size(self.process_group))]
         dist.all_gather(parts, positions.contiguous(), group=self.process_group)
         kwargs["position_ids"] = whole = torch.cat(parts, dim=-1)
+        self._refuse_masks(module, attention_mask, kwargs.get("sliding_window"), whole.shape[-1])
         if "flash" not in self.core_attn_implementation and bool((whole[..., 1:] < whole[..., :-1]).any()):
             raise UnsupportedError(
                 "sequence parallelism: position_ids begin again inside of a sample (packed samples), which"
@@ -109,6 +110,22 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         qkv = (query, key, value)
         out = attend(run, qkv, self.process_group, heads=1, positions=2, out_heads=2, out_positions=1)
         return out, None
+
+    def _refuse_masks(self, module: Any, mask: Any, window: int | None, length: int) -> None:
+        """UnsupportedError where the mask that is left out says more than padding at the end of what looks back."""
+        if "flash" in self.core_attn_implementation:
+            return
+        name = self.core_attn_implementation or "this attention"
+        if window is not None and window < length:
+            raise UnsupportedError(
+                f"sequence parallelism: a sliding window of {window} positions in {length} is a mask for {name}, which"
+                " does not come along; use flash_attention_2"
+            )
+        if mask is not None and not getattr(module, "is_causal", True):
+            raise UnsupportedError(
+                "sequence parallelism: an attention_mask of a model that looks both ways does not come along with"
+                f" {name}; use samples of one length, without padding"
+            )
 
     @classmethod
     def register_with_transformers(
@@ -188,31 +205,50 @@ class UlyssesSPDataLoaderAdapter:
         are all cut. device: DeepSpeed's argument; batches stay on the CPU."""
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
         self.device = device
-        self._source = iter(dl)
+        self._source: Iterator[Any] | None = None  # begun with the first batch: a sampler draws its order there
+        self._skip = 0  # batches that are left out then
         self._ready: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        """From the first batch on, also where the last epoch was not drained."""
+        if self._source is not None:
+            self._begin_anew()
         return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loader's, which begins anew."""
+        if hasattr(self.dl, "set_epoch"):
+            self.dl.set_epoch(epoch)
+        if self._source is not None:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._source, self._skip = None, 0
+        self._ready.clear()
 
     def skipping(self, batches: int, skip: Callable[[Any, int], Any]) -> UlyssesSPDataLoaderAdapter:
         """This without the first so many batches. skip: makes a loader without its first ones (accelerate's
         skip_first_batches, which knows no adapter)."""
         whole, rest = divmod(batches, self.sp_world_size)
         left = type(self)(skip(self.dl, whole), self.sp_rank, self.sp_group, self.sp_world_size, self.device)
-        for _ in range(rest):
-            next(left, None)
+        left._skip = rest
         return left
 
     def __next__(self) -> dict[str, Any]:
+        if self._source is None:
+            self._source, skipped = iter(self.dl), self._skip
+            for _ in range(skipped):
+                next(self, None)
         if not self._ready:
             self._fill()
         return self._ready.popleft()
 
     def _fill(self) -> None:
         """Ends where the first rank's loader does, and begins again after that."""
+        assert self._source is not None  # begun by who calls
         batch, failure = next(self._source, None), None
         parts: Any
         try:
@@ -226,7 +262,7 @@ class UlyssesSPDataLoaderAdapter:
         if bad := next((g for g in given if isinstance(g, ArgumentError)), None):
             raise bad
         if any(g is None for g in given):
-            self._source = iter(self.dl)
+            self._begin_anew()
             raise StopIteration
         self._ready.extend(of_rank[self.sp_rank] for of_rank in given)
 

@@ -357,7 +357,7 @@ def alike(calls: list[Call]) -> list[Call]:
 def seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """What is saved inside goes to the hooks that are there already, or to autograd, and is seen."""
     around = private.top_saved_hooks(False)
-    pack, unpack = around if around else (lambda x: x, lambda x: x)
+    pack, unpack = around if around else (torch.Tensor.detach, lambda x: x)  # x itself would be a cycle
 
     def seen(x: torch.Tensor) -> Any:
         see(x)
