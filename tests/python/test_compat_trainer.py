@@ -174,7 +174,7 @@ def test_16_bits_equal_deepspeed(tmp_path, precision, power, stage):
 @pytest.mark.parametrize("precision, power", PRECISIONS)
 def test_16_bits_are_the_same_at_stages_0_to_2(tmp_path, precision, power):
     """DeepSpeed's stage 0 takes a step of zero gradients at its start in 16 bits, and so differs from its stage 2;
-    deepc's does not. Where the loss scale overflows, stage 0 halves it at once, as there, and has fewer skipped steps."""
+    deepc's does not. Where the loss scale overflows, stage 0 halves it at once, as there, and skips fewer steps."""
     cases = [hf_runs.precision_case(precision, stage, power) for stage in (0, 1, 2)]
     out = _run("deepc", tmp_path, cases, env=QUIET)
     runs = [out[0][name] for name, *_ in cases]
