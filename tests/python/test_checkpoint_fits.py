@@ -459,7 +459,7 @@ def test_frozen_parameters_that_join_the_model_late(stage, tmp_path):
     assert all(run_quietly(_late, 2, stage, str(tmp_path)))
 
 
-def _private(rank, world, folder):
+def _private(rank, world, folder, streamed):
     """Frozen numbers that are not floating-point, and buffers of any dtype: every rank has its own memory of them."""
     import deepc
 
@@ -476,6 +476,8 @@ def _private(rank, world, folder):
         def forward(self, x, y):
             return self.gpt(x, y)
 
+    if streamed:
+        os.environ["DEEPC_STREAMED"] = "1"
     model = Net()
     engine = make(model, 3, micro=8 // world)
     assert model.drawn.tolist() == [False, False] and model.turned[0] == 0 and not model.short.any()
@@ -489,14 +491,15 @@ def _private(rank, world, folder):
     kept = {n: t.clone() for n, t in engine.module_state_dict().items()}
     engine.load_checkpoint(folder)
     assert model.table.tolist() == [0] * 4 and model.mask.tolist() == [True, True]
-    engine.load_module_state_dict(kept)
+    engine.load_module_state_dict(kept if rank == 0 or streamed else {})
     assert model.table.tolist() == [7] * 4 and model.mask.tolist() == [False] * 2
     engine.destroy()
     return True
 
 
-def test_what_is_no_floating_point_number_is_the_same_on_all_ranks(tmp_path):
-    assert all(run_quietly(_private, 2, str(tmp_path)))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_no_floating_point_number_is_the_same_on_all_ranks(streamed, tmp_path):
+    assert all(run_quietly(_private, 2, str(tmp_path), streamed))
 
 
 def _stays_on_disk(rank, world, folder):

@@ -133,9 +133,6 @@ def test_what_transformers_attention_can_not_be_shared_is_told(deepspeed):
     shared._refuse_masks(layer, torch.ones(1), 8, 8)
     with pytest.raises(UnsupportedError, match="a sliding window of 4 positions in 8"):
         shared._refuse_masks(layer, None, 4, 8)
-    layer.is_causal = False
-    with pytest.raises(UnsupportedError, match="looks both ways"):
-        shared._refuse_masks(layer, torch.ones(1), None, 8)
     for name, error in (("eager", ArgumentError), ("flex_attention", UnsupportedError), ("other", ArgumentError)):
         model.config._attn_implementation = name
         with pytest.raises(error, match=name):
@@ -188,6 +185,13 @@ def _adapted(rank, world):
     assert numbers(of_epochs, 2) == [10, 10]
     skipping = of_epochs.skipping(3, lambda dl, n: Epochs(dl[n:]))
     assert numbers(skipping, 2) == [11, 12]
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    shared = UlyssesSPAttentionHF(None, process_group=group)
+    shared.core_attn_implementation, both = "sdpa", nn.Module()
+    both.is_causal = False
+    with pytest.raises(UnsupportedError, match="looks both ways"):  # the mask of one rank alone: all ranks say so
+        shared._refuse_masks(both, torch.ones(1) if rank else None, None, 8)
     short = UlyssesSPDataLoaderAdapter([whole] * (1 + rank), rank % 2, group, 2)
     return told, [b["position_ids"].tolist() for b in short], [b["position_ids"].tolist() for b in short]
 

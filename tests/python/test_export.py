@@ -15,6 +15,7 @@ from deepc.checkpoint import SafetensorsFile
 from deepc.errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError
 from deepc.nn import int8
 from ranks import run_quietly, run_ranks
+from safetensors.torch import save_file
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -219,6 +220,12 @@ def test_a_model_keeps_the_dtypes_that_it_came_in(tmp_path):
     with pytest.raises(UnsupportedError, match="several dtypes.*pass dtype='bfloat16'"):
         disk = {"device": "nvme", "nvme_path": str(tmp_path)}
         deepc.inference(copy.deepcopy(model), zero={"stage": 3, "offload_param": disk})
+    save_file(kept, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4))
+        empty.register_buffer("angles", torch.rand(4))
+    deepc.inference(empty, checkpoint=str(tmp_path))
+    assert all(torch.equal(t, kept[n]) and t.dtype == kept[n].dtype for n, t in empty.state_dict().items())
     deepc.inference(model, dtype="bf16")
     assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
 

@@ -363,7 +363,8 @@ def test_statistics_of_micro_batches_in_flight_are_each_its_own(schedule):
     plain = run_ranks(_with_statistics, 2, args=(None, schedule))
     generous = run_ranks(_with_statistics, 2, args=("1TB", schedule))
     least = max(stats["least_bytes"] for _, _, stats in generous)
-    found = run_ranks(_with_statistics, 2, args=(least, schedule))
+    # What lies outside of blocks differs by some bytes from run to run: by what Python still holds when it is measured.
+    found = run_ranks(_with_statistics, 2, args=(least + 256, schedule))
     assert found[0][-1]["recomputed"] > 0
     for (losses, buffers, _), (wanted, before, _) in zip(found, plain, strict=True):
         assert losses == wanted and buffers.keys() == before.keys()

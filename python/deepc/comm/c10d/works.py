@@ -68,7 +68,6 @@ class Pending(dist.Work):
     ) -> None:
         super().__init__()
         self._waiting = waiting
-        self._handed_out: AbstractContextManager[None] | None = None  # while a future of it is
         self._tensors, self._what, self.where = tensors, what, where
         self._gate = allocate_lock()  # held until the call is finished
         self._gate.acquire()
@@ -102,9 +101,6 @@ class Pending(dist.Work):
             self._finished = True
             self._gate.release()
             root, self._root = self._root, None
-            handed_out, self._handed_out = self._handed_out, None
-        if handed_out is not None:
-            handed_out.__exit__(None, None, None)
         if root is not None:
             root.set_result(None)
 
@@ -119,8 +115,6 @@ class Pending(dist.Work):
                 self._future = root.then(self._outcome)
                 if not self._finished:
                     self._root, root = root, None
-                    self._handed_out = self._waiting()  # who waits for it, C++ too, is not seen
-                    self._handed_out.__enter__()
             future = self._future
         if root is not None:
             root.set_result(None)

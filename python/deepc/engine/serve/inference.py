@@ -175,7 +175,8 @@ class _Builder:
         home = self._share() if self.stage == 3 else None
         if self.weights is not None and not late:
             self._load_on_leaders(home) if home is not None else self._load()
-        _choose_matmul(self.dtype, self.device)
+        for of in {self.dtype, *(p.dtype for p in model.parameters())}:
+            _choose_matmul(of, self.device)
         return InferenceEngine(model, self.dtype, home=home)
 
     def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
@@ -279,7 +280,7 @@ class _Builder:
         return value
 
     def _casts(self, t: torch.Tensor) -> bool:
-        return t.is_floating_point() and id(t) not in self._scales()
+        return t.is_floating_point() and id(t) not in self._scales() and not self._as_it_is
 
     def _scales(self) -> set[int]:
         """Identities of int8 layers' scales, which stay fp32."""

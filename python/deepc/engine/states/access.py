@@ -529,7 +529,8 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
             engine.guard.modified(params)
         return
     engine.guard.refuse_writes()
-    whole = SharedMemory(engine.group, params, 0, copies=False)
+    private = [p for p in params if not p.is_floating_point()]
+    whole = SharedMemory(engine.group, params, 0, copies=False, private=private)
     whole.begin()
     error: Exception | None = None
     try:
@@ -537,8 +538,8 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
             engine.module.load_state_dict(state_dict, strict=strict)
         else:
             own = {n for n, _ in engine.module.named_buffers(remove_duplicate=False)}
-            shared = {id(p) for p in params if p.is_floating_point()}  # of the node, where rank 0 writes
-            own |= {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) not in shared}
+            known = {id(p) for p in params}  # others have joined the model late
+            own |= {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) not in known}
             engine.module.load_state_dict({n: t for n, t in state_dict.items() if n in own}, strict=False)
     except Exception as exc:
         error = exc

@@ -81,10 +81,11 @@ class SharedMemory(Whole):
             p.data = view
         self._views = []
         self._group.barrier()  # the writer's values are visible on its node
-        for p in self._private if self._copies or self._group.rank == self._writer else ():
+        for p in self._private:
             broadcast_bytes(self._group, p.data, self._writer)
         if self._group.nodes > 1:
-            for p in self._params:
+            private = {id(p) for p in self._private}
+            for p in (p for p in self._params if id(p) not in private):
                 self._group.spread(p.data.view(-1), self._writer)
             self._group.barrier()
 

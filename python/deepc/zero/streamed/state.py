@@ -14,7 +14,7 @@ from ...core.foreign import private
 from ...errors import CommError, DiskError
 from ...offload.array import Window
 from ...plan.layout import Segment, keeps_bytes, padded
-from ..parameters.gathered import Params, Whole
+from ..parameters.gathered import Params, Whole, broadcast_bytes
 from ..parameters.param import as_slots, share
 from ..resident import WholeFlats, broadcast
 from ..shards import give
@@ -368,7 +368,9 @@ class StreamedState(ModelState):
             self.units.write(p, value)
 
     def whole(self, params: Params, writer: int | None) -> Whole:
-        return _Gathered(self, [p for p in params if self.units.holds(p)], writer)
+        held = [p for p in params if self.units.holds(p)]
+        own = [p for p in params if not self.units.holds(p)]  # frozen, of every rank: not floating-point
+        return _Gathered(self, held, writer, own)
 
     def keep_gathered(self) -> Whole:
         return _Kept(self.units)
@@ -392,10 +394,11 @@ class StreamedState(ModelState):
 
 
 class _Gathered(Whole):
-    """Parameters in streamed mode, gathered, and written by rank `writer` (None: nobody)."""
+    """Parameters in streamed mode, gathered, and written by rank `writer` (None: nobody). private: those that every
+    rank has in memory of its own, which get the writer's values."""
 
-    def __init__(self, state: StreamedState, params: Params, writer: int | None) -> None:
-        self._state, self._params, self._writer = state, params, writer
+    def __init__(self, state: StreamedState, params: Params, writer: int | None, private: Params = ()) -> None:
+        self._state, self._params, self._writer, self._private = state, params, writer, private
 
     def begin(self) -> None:
         self._units = self._state.units.hold(self._params)
@@ -408,6 +411,8 @@ class _Gathered(Whole):
             state.flats.take(state, self._params, writer)
             state.group.barrier()
             state.flats.spread_written(state, self._params, writer)
+            for p in self._private:
+                broadcast_bytes(state.group, p.data, writer)
         state.units.let_go(self._units)
         if writer is not None:
             state.units.refresh()

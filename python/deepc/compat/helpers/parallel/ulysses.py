@@ -121,7 +121,11 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 f"sequence parallelism: a sliding window of {window} positions in {length} is a mask for {name}, which"
                 " does not come along; use flash_attention_2"
             )
-        if mask is not None and not getattr(module, "is_causal", True):
+        if getattr(module, "is_causal", True):
+            return
+        masked = torch.tensor([float(mask is not None)], dtype=torch.float32, device="cpu")  # a mask of ones is None
+        dist.all_reduce(masked, group=self.process_group)
+        if masked.item():
             raise UnsupportedError(
                 "sequence parallelism: an attention_mask of a model that looks both ways does not come along with"
                 f" {name}; use samples of one length, without padding"
