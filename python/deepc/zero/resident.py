@@ -132,11 +132,7 @@ class ResidentState(ModelState):
         return parameter(self, index)
 
     def whole(self, params: Params, writer: int | None) -> Whole:
-        return SharedMemory(self.group, params, writer, private=[p for p in params if not self._is_shared(p)])
-
-    def _is_shared(self, p: torch.nn.Parameter) -> bool:
-        """Whether its memory is the node's, and not this rank's."""
-        return self.segment is not None and p.is_floating_point()
+        return SharedMemory(self.group, params, writer, private=[p for p in params if not self.watches(p)])
 
     def is_available(self, p: torch.nn.Parameter) -> bool:
         return True
