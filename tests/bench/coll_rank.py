@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client
 
-from common import EXTENSIONS, die_with_parent, require_deepc
+from common import EXTENSIONS, cpu_flags, die_with_parent, require_deepc
 
 OPS = (
     "all_reduce",
@@ -250,7 +250,7 @@ class Rank:
             ):
                 self._add(f"mpi4py ({self.mpi.name})", lambda: self.mpi.interpreted(bufs), bufs)
             if self.deepspeed is not None and op == "all_reduce" and not where:
-                self._add("DeepSpeed", lambda: ScriptLoop(self, bufs.out), bufs)
+                self._add("DeepSpeed", lambda: self._deepspeed_loop(bufs), bufs)
                 if n * kind.itemsize <= PYTHON_LIMIT:
                     self._add("DeepSpeed (Python)", lambda: self._deepspeed(bufs), bufs)
             if main and "copy" in wanted and op != "barrier":
@@ -409,7 +409,16 @@ class Rank:
         """call(root) for a fixed root, or for one root after the other."""
         return Turns([call(root) for root in range(self.world)]) if self.turns else call(ROOT)
 
+    def _deepspeed_loop(self, bufs: Buffers) -> ScriptLoop:
+        self._deepspeed_runs()
+        return ScriptLoop(self, bufs.out)
+
+    def _deepspeed_runs(self) -> None:
+        if self.dtype.itemsize == 2 and cpu_flags() and "avx512f" not in cpu_flags():
+            raise Unsupported("DeepSpeed's all-reduce of 16 bits dies of an illegal instruction without AVX-512")
+
     def _deepspeed(self, bufs: Buffers) -> Callable[[], None]:
+        self._deepspeed_runs()
         out, op = bufs.out, self.deepspeed
         return lambda: op(out)
 

@@ -206,13 +206,29 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def cpu_model() -> str:
+def cpu_flags() -> set[str]:
+    """What /proc/cpuinfo says that the processor can do; empty where there is none, or none of x86's."""
+    return set(_cpu_info().get("flags", "").split())
+
+
+def _cpu_info() -> dict[str, str]:
     try:
         with open("/proc/cpuinfo") as f:
-            info = dict((k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in f) if v)
+            return dict((k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in f) if v)
     except OSError:
-        return platform.machine()
-    flags = set(info.get("flags", "").split())
+        return {}
+
+
+def slow_bf16() -> str:
+    """Why 16-bit steps are left out here, "" where they are not: torch's bf16 products (oneDNN) need AVX-512."""
+    flags = cpu_flags()
+    if not flags or {"avx512bw", "avx512vl", "avx512dq"} <= flags:
+        return ""
+    return "torch has no fast bf16 products on a processor without AVX-512: such a step takes 15 times fp32's, anyone's"
+
+
+def cpu_model() -> str:
+    info, flags = _cpu_info(), cpu_flags()
     names = [
         n
         for f, n in (

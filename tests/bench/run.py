@@ -26,7 +26,7 @@ from pathlib import Path
 import collectives
 import peers
 import training
-from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine, number, value
+from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine, number, slow_bf16, value
 from contenders import ALLOCATORS
 
 BENCHES = ("ops", "adamw", "update", "sparse_attention", "collectives", "train")
@@ -70,7 +70,8 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
         *([] if quick else [(c, t, t == 2) for c in ("64M", "256M") for t in (2, 1)] + [("GPT-2", 1, False)]),
     ]
     # Full: bursts of about 2 s; bf16 steps are shorter.
-    train = [["--precision", p, "--steps", steps, "--rounds", "9"] for p, steps in (("fp32", "2"), ("bf16", "4"))]
+    steps = {"fp32": "2", "bf16": "4"}
+    train = [["--precision", p, "--steps", steps[p], "--rounds", "9"] for p in _precisions()]
     return {
         "adamw": [
             (t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])])
@@ -89,18 +90,22 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     }
 
 
+def _precisions() -> list[str]:
+    return ["fp32"] if slow_bf16() else ["fp32", "bf16"]
+
+
 LIMIT = ["independent+keep", "independent-autocast+keep"]
 MINE = ["deepc-3", "deepc-3-fused"]
 
 
 def _quick_train() -> list[str]:
-    """Both precisions, each peer as it comes and at its best: in two groups, as many as fit into 24 GiB together. A
+    """Both precisions where 16 bits are of use, each peer as it comes and at its best: in two groups, as many as fit into 24 GiB together. A
     step each, since more rounds say more than longer bursts; what others left in the caches is little beside a step of
     this size, and the same for all."""
     first = [*LIMIT, "ddp", "ddp+best", "ddp-fused+keep", *MINE]
     second = [f"{base}{form}" for base in ("fsdp2", "fsdp2-kept", "deepspeed-3") for form in ("", "+best")]
     short = ["--steps", "1", "--settle", "0", "--rounds", "5", "--warmup", "0", "--sampled", "2", "--fork"]
-    return ["--precision", "fp32", "bf16", *short, "--contenders", *first, "--contenders", *second, *MINE]
+    return ["--precision", *_precisions(), *short, "--contenders", *first, "--contenders", *second, *MINE]
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
@@ -206,9 +211,11 @@ def run_ops(mode: str) -> tuple[list[dict], int]:
 def run_all(mode: str, only: list[str], why: str) -> tuple[list[dict], list[str]]:
     """why: there is no DeepSpeed, or "" where there is."""
     rows, failures, began = [], [], time.monotonic()
-    if why:
-        print(json.dumps({"bench": "peers", "skipped": "DeepSpeed", "why": why}), flush=True)
-        rows.append({"bench": "peers", "skipped": "DeepSpeed", "why": why})
+    left_out = [("peers", "DeepSpeed", why), ("train", "bf16", slow_bf16() if mode != "smoke" else "")]
+    for bench, what, because in left_out:
+        if because and (bench == "peers" or bench in only):
+            rows.append({"bench": bench, "skipped": what, "why": because})
+            print(json.dumps(rows[-1]), flush=True)
     for bench, processes in {"ops": None, **plan(mode, not why)}.items():
         if bench not in only:
             continue

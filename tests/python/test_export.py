@@ -230,6 +230,18 @@ def test_a_model_keeps_the_dtypes_that_it_came_in(tmp_path):
     assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
 
 
+def test_tables_of_a_16_bit_model_on_the_meta_device_stay_fp32(tmp_path):
+    """As those of the same model in memory do, with the dtype asked for or not."""
+    model = torch.nn.Linear(4, 4).bfloat16()
+    model.register_buffer("angles", torch.rand(4, dtype=torch.float32))
+    save_file(kept := copy.deepcopy(model.state_dict()), tmp_path / "model.safetensors")
+    for device in ("cpu", "meta"):
+        for dtype in (None, "bf16"):
+            again = copy.deepcopy(model).to(device)
+            deepc.inference(again, dtype=dtype, checkpoint=str(tmp_path))
+            assert all(torch.equal(t, kept[n]) and t.dtype == kept[n].dtype for n, t in again.state_dict().items())
+
+
 def test_an_int8_embedding_refuses_what_an_embedding_refuses():
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5, bias=False))
     model[1].weight = model[0].weight

@@ -366,20 +366,20 @@ class Engine(EngineBase):
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
         collective). The step is of the micro-batches that are left to it; of the next ones, where all ranks know that
         it begins anew: a disk has broken the pass off, or there is one rank. See restart_step."""
-        self.require_alive("zero_grad")
-        self.require_states("zero_grad")
-        if self.broken_step:
-            raise DeepcError(self.broken_step)
+        self._may_drop("zero_grad")
         self._drop_gradients(self.broken_pass or (self.hooks.broken and self.everyone.world == 1))
 
     def restart_step(self) -> None:
         """The same on every rank, and the next micro-batch is the step's first one: after a backward that raised in the
         midst of an accumulation, or to try the step's micro-batches again. All ranks call it."""
-        self.require_alive("restart_step")
-        self.require_states("restart_step")
+        self._may_drop("restart_step")
+        self._drop_gradients(True)
+
+    def _may_drop(self, call: str) -> None:
+        self.require_alive(call)
+        self.require_states(call)
         if self.broken_step:
             raise DeepcError(self.broken_step)
-        self._drop_gradients(True)
 
     def _drop_gradients(self, anew: bool) -> None:
         """anew: the next micro-batch is the step's first one."""

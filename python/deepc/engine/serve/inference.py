@@ -259,17 +259,18 @@ class _Builder:
         stored = {n for n in meta if weights.find(n)}
         if self.strict or len(stored) < len(meta):
             self._refuse_meta([n for n in meta if n not in stored], f"{weights.path} does not have it")
+        kept = self._kept()
         for module in self.model.modules():
             for registry in (module._parameters, module._buffers):
                 for name, t in registry.items():
                     if t is not None and t.is_meta:
-                        registry[name] = self._empty(t)  # type: ignore[assignment]  # a Parameter for a Parameter
+                        registry[name] = self._empty(t, kept)  # type: ignore[assignment]  # a Parameter for a Parameter
 
-    def _empty(self, t: torch.Tensor) -> torch.Tensor:
+    def _empty(self, t: torch.Tensor, kept: set[int]) -> torch.Tensor:
         """Untouched memory in place of a tensor without values; the same for the same tensor."""
         made = self.__dict__.setdefault("_made", {})
         if id(t) not in made:
-            values = torch.empty(t.shape, dtype=self.dtype if self._casts(t) else t.dtype, device="cpu")
+            values = torch.empty(t.shape, dtype=self._dtype_of(t, kept), device="cpu")
             if self.zero is not None and isinstance(t, torch.nn.Parameter):
                 values = without_memory(values)
             made[id(t)] = (
@@ -279,26 +280,23 @@ class _Builder:
         value: torch.Tensor = made[id(t)][0]
         return value
 
-    def _casts(self, t: torch.Tensor) -> bool:
-        return t.is_floating_point() and id(t) not in self._scales() and not self._as_it_is
+    def _kept(self) -> set[int]:
+        """Identities of the tensors whose dtype stays: scales of int8 layers, fp32, and buffers of a model that comes in
+        the dtype."""
+        layers = (m for m in self.model.modules() if isinstance(m, (int8.Int8Linear, int8.Int8Embedding)))
+        kept = {id(m.weight_scale) for m in layers}
+        return kept if self._cast_buffers else kept | {id(b) for b in self.model.buffers()}
 
-    def _scales(self) -> set[int]:
-        """Identities of int8 layers' scales, which stay fp32."""
-        return {
-            id(m.weight_scale) for m in self.model.modules() if isinstance(m, (int8.Int8Linear, int8.Int8Embedding))
-        }
+    def _dtype_of(self, t: torch.Tensor, kept: set[int]) -> torch.dtype:
+        """What `t` has as a part of the model for inference."""
+        return self.dtype if t.is_floating_point() and id(t) not in kept and not self._as_it_is else t.dtype
 
     @torch.no_grad()
     def _cast(self) -> None:
-        """Floating-point parameters and buffers in the dtype; scales of int8 stay fp32."""
-        kept = self._scales()
-        if not self._cast_buffers:
-            kept |= {id(b) for b in self.model.buffers()}
+        """Parameters and buffers on the device, each in its dtype."""
+        kept = self._kept()
         for t in (*self.model.parameters(), *self.model.buffers()):
-            t.data = t.data.to(
-                device=self.device,
-                dtype=self.dtype if t.is_floating_point() and id(t) not in kept and not self._as_it_is else t.dtype,
-            )
+            t.data = t.data.to(device=self.device, dtype=self._dtype_of(t, kept))
 
     def _share(self) -> Home:
         """Parameters move into node-shared memory; with one rank they stay."""
