@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import ctypes
 import os
 import sys
@@ -101,6 +102,66 @@ def test_init_holds_one_parameter_at_a_time(world, nodes):
         assert top <= 2 * total // 20 + 4 * MIB, (
             f"rank {rank}: {top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
         )
+
+
+class Copied(nn.Module):
+    """Layers that are deep copies of one, as nn.TransformerEncoder's; a weight put again into a parameter of its own.
+    over: two Parameter objects over one memory, the second made before the first was registered, or behind it."""
+
+    def __init__(self, over: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.first.weight = nn.Parameter(self.first.weight.data)
+        self.first.again = self.first.weight
+        self.rest = nn.ModuleList(copy.deepcopy(self.first) for _ in range(2))
+        if over == "behind":
+            self.second = nn.Parameter(self.first.weight.data)
+        if over == "before":
+            self.third = nn.Parameter(values := torch.rand(3))
+            self.second = nn.Parameter(values)
+
+    def forward(self, x):
+        return sum(p.square().sum() for p in self.parameters()) + 0 * x.sum()
+
+
+def copied(rank, world):
+    import deepc
+    from deepc.errors import ConfigError
+    from deepc.zero.parameters.gathered import built
+
+    torch.manual_seed(5)
+    for dtype in (torch.bfloat16, torch.float32):
+        with deepc.zero.Init(dtype=dtype):
+            model = Copied()
+        assert all(p in built and p.dtype is dtype for p in model.parameters())
+        assert all(m.again is m.weight for m in (model.first, *model.rest))
+    engine = train_a_step(model, rank, world, lambda e: e(torch.ones(2)))
+    state = {n: engine.full_fp32_param(p).clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    for over in ("behind", "before"):
+        with deepc.zero.Init():
+            model = Copied(over)
+        with pytest.raises(ConfigError, match="'(first.weight|third)' and 'second' shared? memory"):
+            deepc.initialize(model=model, config=tiny.config(3, micro=2))
+    return state
+
+
+def _copied(rank, world, nodes):
+    with on_nodes(rank, world, nodes):
+        return copied(rank, world)
+
+
+def check_copied(states):
+    for state in states:
+        assert all(torch.equal(state[f"rest.{i}.{n}"], state[f"first.{n}"]) for i in (0, 1) for n in ("weight", "bias"))
+
+
+@pytest.mark.parametrize(
+    "world, nodes",
+    [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
+)
+def test_copies_and_second_objects_over_one_memory(world, nodes):
+    check_copied(run_ranks(_copied, world, nodes))
 
 
 class Odd(nn.Module):

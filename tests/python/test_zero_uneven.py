@@ -10,7 +10,7 @@ from ranks import for_this_job
 from ranks import run_quietly as run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
-from test_zero import MIB, Experts, Odd, llama, watched
+from test_zero import MIB, Experts, Odd, check_copied, copied, llama, watched
 from torch import nn
 
 
@@ -86,6 +86,17 @@ def test_init_follows_whatever_constructors_do(room):
         for n, t in state.items():
             if n != "running":  # a buffer: each rank's own until initialize
                 assert torch.equal(t, want[n]), n
+
+
+def _copied(rank, world, room):
+    keep(room)
+    with uneven(rank):
+        return copied(rank, world)
+
+
+@pytest.mark.parametrize("room", [0, pytest.param(1 << 30, marks=pytest.mark.full)])
+def test_copies_and_second_objects_over_one_memory(room):
+    check_copied(run_ranks(_copied, 3, room))
 
 
 def _alone(rank, world):

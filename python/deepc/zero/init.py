@@ -13,11 +13,12 @@ import datetime
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, cast
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,7 +27,7 @@ from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import patches
-from ..errors import ArgumentError, StrayWriteError, UnsupportedError
+from ..errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
 from ..offload.place import make_folder
 from .parameters import around
 from .parameters.gathered import Params, SharedMemory, Whole, built, holder_of, number
@@ -153,6 +154,43 @@ class _Arena:
         self._chunks, self.drawn = [], None
 
 
+class _Tied:
+    """Parameter objects that came over one memory: each gets its own under Init, so that they part. That two are in the
+    model is known when it goes to an engine: a constructor may as well put one into the other's place."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[StorageWeakRef, list[weakref.ref[torch.nn.Parameter]]]] = {}
+        self._over_one: list[list[weakref.ref[torch.nn.Parameter]]] = []
+
+    def see(self, p: torch.nn.Parameter) -> None:
+        """`p` lies where it lies, about to be moved or just moved."""
+        if not p.numel() or p.is_meta:
+            return
+        storage = p.untyped_storage()
+        key = (storage._cdata, p.data_ptr())
+        seen = self._seen.get(key)
+        if seen is None or seen[0].expired():  # of other memory, which is gone
+            seen = self._seen[key] = StorageWeakRef(storage), []
+        if all(other() is not p for other in seen[1]):
+            seen[1].append(weakref.ref(p))
+            if len(seen[1]) == 2:
+                self._over_one.append(seen[1])
+
+    def finish(self) -> None:
+        self._seen = {}
+
+    def refuse(self, names: dict[int, str]) -> None:
+        """names: id(parameter) -> name of those that go to an engine."""
+        for over_one in self._over_one:
+            here = [p for r in over_one if (p := r()) is not None and id(p) in names]
+            if len(here) > 1 and any(p.requires_grad for p in here):
+                raise ConfigError(
+                    f"parameters '{names[id(here[0])]}' and '{names[id(here[1])]}' shared memory when they came to"
+                    " zero.Init but are different Parameter objects; tie them by assigning the same Parameter to both"
+                    " modules"
+                )
+
+
 class Home:
     """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed
     when the last of them has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes
@@ -170,9 +208,13 @@ class Home:
         self.shards = Shards(self.group.world, folder) if apart else None
         self.taken: list[weakref.ref[torch.nn.Parameter]] = []
         self.versions = WeakIdKeyDictionary()
+        self.tied = _Tied()
 
     def take(self, p: torch.nn.Parameter, dtype: torch.dtype) -> None:
         """Moves `p` into shared memory (collective); with one rank it is only cast."""
+        for q in self.shards.whole_now() if self.shards is not None else ():
+            self.tied.see(q)  # a touch has given it other memory than it came with
+        self.tied.see(p)
         if self.arena is not None:
             shared = self.arena.take(p.numel(), dtype)
             if self.group.leader:
@@ -182,6 +224,8 @@ class Home:
             self.shards.take(p, dtype)
         elif dtype != p.dtype:
             p.data = p.data.to(dtype)
+        if not isinstance(p, Released):
+            self.tied.see(p)
         self.taken.append(weakref.ref(p))
         built[p] = self
         number(p)
@@ -212,6 +256,7 @@ class Home:
             share(p)
             self.versions[p] = p._version
         self.taken = []
+        self.tied.finish()
 
     def _finish_arena(self, arena: _Arena) -> None:
         moved = any(self._is_moved(p, arena) for r in self.taken if (p := r()) is not None)
@@ -286,7 +331,9 @@ def adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> Non
             homes[id(home)] = home
             if stray < 0 and home.wrote(p):
                 stray = i
+    names = {id(p): n for n, p in named}
     for home in homes.values():
+        home.tied.refuse(names)
         if home.arena is not None:
             for rank, i in enumerate(home.group.gather_all(torch.tensor([stray], device="cpu")).view(-1).tolist()):
                 if i >= 0:
@@ -478,6 +525,7 @@ class Init:
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(patches.applied_inside("parameter-hook"))
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
+            self._stack.enter_context(_taking_copies())
             for make in around.contexts:
                 self._stack.enter_context(make())
             if self.home.shards is not None:
@@ -515,6 +563,31 @@ _active: list[Init] = []
 
 def _registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
     _active[-1].take(param)
+
+
+@contextlib.contextmanager
+def _taking_copies() -> Iterator[None]:
+    """Inside, a deep copy of a parameter that was built here is taken as it is made: nobody registers it in the copy of
+    its module (torch.nn.TransformerEncoder makes its layers so)."""
+    befores = {kind: kind.__deepcopy__ for kind in (torch.nn.Parameter, Released)}
+
+    def taking(before: Callable[[Any, dict[int, Any]], Any]) -> Callable[[Any, dict[int, Any]], Any]:
+        def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+            known, ours = id(self) in memo, built.get(self) is _active[-1].home
+            copy = before(self, memo)
+            if ours and not known:
+                _active[-1].take(copy)
+            return copy
+
+        return deepcopy
+
+    for kind, before in befores.items():
+        kind.__deepcopy__ = taking(before)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, before in befores.items():
+            kind.__deepcopy__ = before  # type: ignore[method-assign]
 
 
 def _check_groups(groups: dict[str, Any]) -> None:

@@ -105,6 +105,10 @@ class Shards:
         self._whole[id(p)] = p
         self.settle()
 
+    def whole_now(self) -> list[torch.nn.Parameter]:
+        """Those that have their values on this rank."""
+        return list(self._whole.values())
+
     def settle(self) -> None:
         """Parameters that have been whole for longest are cut until the others fit. Collective."""
         idle = [p for i, p in self._whole.items() if i not in self._held] if self._building else []

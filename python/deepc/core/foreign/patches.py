@@ -113,7 +113,8 @@ PATCHES = (
     ),
     Patch(
         "parameter-hook",
-        "torch's hook of parameter registration, and a torch function mode, inside zero.Init",
+        "torch's hook of parameter registration, torch.nn.Parameter.__deepcopy__ and a torch function mode, inside"
+        " zero.Init",
         "parameters move into the node's shared memory as modules get them",
         "ends with the zero.Init block",
     ),
