@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -226,6 +227,33 @@ def test_destroy_and_start_again(tmp_path):
     for fds, maps in run_ranks(again, 2, args=(str(tmp_path),), backend=None, fresh=True):
         assert maps == [[]] * 5, f"shared memory left after each destroy: {maps}"
         assert fds == [1] * 5, f"more open files than before the first start, after each destroy: {fds}"
+
+
+def again_in_one_store(rank, world, path):
+    """What is made again has the name of what was there before, and so the same place in the store: whoever came first
+    would find what the peers had left there for that one."""
+    from deepc.comm.c10d import group as c10d
+
+    store, looks = dist.FileStore(path, world), c10d.discover
+
+    def looks_first(own, *args):
+        assert not own.check(["address"])  # rank 0 sets it when all have looked
+        return looks(own, *args)
+
+    with mock.patch.object(c10d, "discover", looks_first):
+        for _ in range(2):
+            dist.init_process_group("deepc", store=dist.PrefixStore("all", store), rank=rank, world_size=world)
+            for _ in range(2):
+                sub = dist.new_group([0, 1], use_local_synchronization=True)
+                assert total(sub, 1 + rank) == 3
+                dist.destroy_process_group(sub)
+            assert total(None, rank) == 1
+            dist.destroy_process_group()
+
+
+def test_groups_that_are_made_again_in_one_store(tmp_path):
+    """torchrun's agent keeps one store for all that its workers make."""
+    run_ranks(again_in_one_store, 2, args=(str(tmp_path / "store"),), backend=None, fresh=True)
 
 
 def destroyed(rank, world):

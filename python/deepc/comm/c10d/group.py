@@ -161,6 +161,10 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self._small, self._even = None, {}  # of FastPaths
         self._messages = Messages()
         self.closed, self.has_nccl = False, False
+        # A group that is made again after its end may get the same store under the same name (torchrun's agent keeps
+        # one for all that a worker makes): what the one before has left there would be taken for the peers' of now.
+        made = self._store.add(f"deepc/made by {self._rank}", 1)
+        self._meeting = dist.PrefixStore(f"{made}/", self._store)
         self._register_inner(options, backend_options)
         self._open()
         _groups.add(self)
@@ -171,7 +175,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
     def _register_inner(self, options: Any, backend_options: Any) -> None:
         gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo/", self._store), self._rank, self._size, timeout=self._timeout
+            dist.PrefixStore("gloo/", self._meeting), self._rank, self._size, timeout=self._timeout
         )
         gloo.options.global_ranks_in_group = list(options.global_ranks_in_group)
         gloo.options.group_name = options.group_id
@@ -185,7 +189,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             settings._timeout = self._timeout
             settings.global_ranks_in_group = list(options.global_ranks_in_group)
             settings.group_name = options.group_id
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", self._store), self._rank, self._size, settings)
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", self._meeting), self._rank, self._size, settings)
             nccl._set_sequence_number_for_group()
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
             self.has_nccl = True
@@ -193,7 +197,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
     # ---- the communicator --------------------------------------------------------------------------------------------
     def _open(self) -> None:
-        store = dist.PrefixStore("deepc/", self._store)
+        store = dist.PrefixStore("deepc/", self._meeting)
         places = discover(store, self._rank, self._size)
         if places.topology.count > 1:
             self._comm = self._open_hierarchy(store, places)
