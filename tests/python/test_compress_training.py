@@ -4,6 +4,9 @@ the uncompressed run, nothing lost when buckets are rebuilt, exact bytes on the 
 from __future__ import annotations
 
 import copy
+import threading
+from dataclasses import dataclass
+from unittest import mock
 
 import deepc
 import pytest
@@ -171,6 +174,52 @@ def rebuilds(rank, world, codec, overlap):
 def test_ddp_rebuilt_buckets_owe_what_they_owed(backend, overlap):
     for codec in (Int4Blocks(), OneBit(256)):
         run_ranks(rebuilds, 2, args=(codec, overlap), backend=backend)
+
+
+@dataclass
+class _Bucket:
+    """As DDP hands them to a hook."""
+
+    at: int
+    of: list[torch.Tensor]
+
+    def index(self) -> int:
+        return self.at
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.of
+
+    def buffer(self) -> torch.Tensor:
+        return torch.zeros(sum(p.numel() for p in self.of))
+
+
+def rebuilt_behind(rank, world):
+    """DDP's first bucket is as before, the second another: the first one is under way when the errors are taken."""
+    passes, free = iter((1.0, 1.0, 2.0, 2.0)), threading.Event()
+
+    def reduced(flat, group, codec, feedback, op):
+        assert free.wait(30)
+        feedback._open(flat.numel(), 1, 0, 0)
+        feedback.worker.fill_(next(passes))
+        return 0
+
+    state = ddp_hooks.HookState(OneBit(256), overlap=True)
+    a, b, c = (nn.Parameter(torch.zeros(n)) for n in (3, 4, 5))
+    with mock.patch("deepc.comm.c10d.ddp.all_reduce", reduced):
+        free.set()
+        for future in [ddp_hooks.compress_hook(state, _Bucket(i, [p])) for i, p in enumerate((a, b))]:
+            future.wait()
+        free.clear()
+        first = ddp_hooks.compress_hook(state, _Bucket(0, [a]))
+        threading.Timer(0.05, free.set).start()
+        for future in (first, ddp_hooks.compress_hook(state, _Bucket(1, [c]))):
+            future.wait()
+    assert state._owed[a].tolist() == [2.0] * 3 and state._owed[b].tolist() == [1.0] * 4
+    state.close()
+
+
+def test_ddp_buckets_under_way_are_waited_for_when_others_are_rebuilt():
+    run_ranks(rebuilt_behind, 1, backend="gloo")
 
 
 def overlaps(rank, world, dtype):

@@ -92,9 +92,15 @@ class HookState:
 
     def _collect(self) -> None:
         """Takes the errors out of all buckets, by parameter."""
+        self._settle()
         self._owed.update(self._errors())
         self._buckets.clear()
         self._due.clear()
+
+    def _settle(self) -> None:
+        """What the thread has begun writes errors until it ends."""
+        if self._thread:
+            self._thread.submit(lambda: None).result()
 
     def _errors(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for b in self._buckets.values():
