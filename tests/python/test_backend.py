@@ -1112,6 +1112,16 @@ def test_comm_and_segments(tmp_path):
     run_ranks(comm_and_segments, 2, args=(str(tmp_path),), backend=None)
 
 
+def test_a_time_out_may_be_of_any_length():
+    from deepc.comm import shared
+
+    ages = datetime.timedelta.max
+    comm = shared.open_comm(dist.HashStore(), 0, 1, label="alone", timeout=ages, slot_bytes=4096, slots=2)
+    comm.set_timeout(ages)
+    comm.barrier()
+    comm.close()
+
+
 def test_node_id(monkeypatch):
     from deepc.comm import place
 

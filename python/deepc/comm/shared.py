@@ -95,8 +95,11 @@ def reduction(dtype: torch.dtype, op: str) -> tuple[int, int]:
     return found
 
 
+_LONGEST_MS = (2**63 - 1) // 2_000_000  # the most that the core takes: 146 years
+
+
 def _milliseconds(timeout: datetime.timedelta) -> int:
-    return max(1, int(timeout.total_seconds() * 1000))
+    return min(max(1, int(timeout.total_seconds() * 1000)), _LONGEST_MS)
 
 
 class Segment:
