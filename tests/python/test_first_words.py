@@ -41,6 +41,19 @@ def test_a_launchers_variables_that_make_no_sense(rank, world, said):
     assert done.returncode == 1 and said in done.stderr and "ConfigError" in done.stderr
 
 
+@pytest.mark.parametrize("name, value", [("MASTER_PORT", "http"), ("WORLD_SIZE", "two")])
+def test_a_launchers_number_that_is_none(name, value, monkeypatch):
+    for known, text in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", name: value}.items():
+        monkeypatch.setenv(known, text)
+    monkeypatch.delenv("RANK", raising=False)
+    if name == "MASTER_PORT":
+        monkeypatch.setenv("RANK", "0")
+    else:
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        deepc.init_distributed()
+
+
 def test_a_rank_whose_peer_does_not_come_says_so():
     text = (
         "import datetime, deepc; from deepc.comm import start; start._PATIENCE_S = 0.2\n"

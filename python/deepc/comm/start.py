@@ -57,7 +57,7 @@ def init_distributed(
         refuse_few_descriptors(int(here) if here.isdecimal() else 1)
         with _saying_who_is_waited_for(*_place()):
             dist.init_process_group(backend, init_method="env://", timeout=timeout)
-    elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif "RANK" in os.environ or _number("WORLD_SIZE", os.environ.get("WORLD_SIZE") or "1") > 1:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         raise ConfigError(
             f"some variables of a launcher are set ({', '.join(have)}) and {', '.join(missing)} are missing; start the"
@@ -88,15 +88,15 @@ def _take_port(port: int | None) -> None:
         )
 
 
+def _number(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{name}={text!r}: a launcher sets it to a whole number")
+    return int(text)
+
+
 def _place() -> tuple[int, int]:
-    """(RANK, WORLD_SIZE). Raises ConfigError unless they are numbers of a job."""
-    numbers = []
-    for name in ("RANK", "WORLD_SIZE"):
-        text = os.environ[name]
-        if not text.strip().isdecimal():
-            raise ConfigError(f"{name}={text!r}: a launcher sets it to a whole number")
-        numbers.append(int(text))
-    rank, world = numbers
+    """(RANK, WORLD_SIZE). Raises ConfigError unless they are numbers of a job, and MASTER_PORT one."""
+    rank, world, _ = (_number(name, os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
         raise ConfigError(f"RANK={rank} and WORLD_SIZE={world}: ranks are numbered from 0 to WORLD_SIZE - 1")
     return rank, world
