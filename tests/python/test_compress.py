@@ -194,6 +194,11 @@ def test_sizes_of_payloads():
             "float32",
         ),
         (
+            lambda: compress.all_reduce(torch.ones(4), dist.GroupMember.NON_GROUP_MEMBER, Int8Blocks()),
+            ArgumentError,
+            "no rank of",
+        ),
+        (
             lambda: TopK(1.0, 64).decode(torch.zeros(1), torch.full((8,), 255, dtype=torch.uint8)),
             RuntimeError,
             "index 65535",

@@ -162,7 +162,10 @@ def _slices(n: int, world: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _place(group: Group) -> tuple[int, int]:
-    return dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ArgumentError("a compressed collective of a group that this process is no rank of; call it on its ranks")
+    return rank, dist.get_world_size(group)
 
 
 def _check_op(op: str) -> None:
