@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import signal
@@ -89,6 +90,7 @@ def test_requests_in_the_background(tmp_path, ring):
                 pass
             handle.wait()
             handle.wait(timeout=5)
+            handle.wait(timeout=math.inf)
         found = [torch.empty(10000) for _ in tensors]
         version = found[0]._version
         handles = [f.read_async(t, i * t.nbytes) for i, t in enumerate(found)]
@@ -115,6 +117,8 @@ def test_messages(tmp_path):
             f.write(torch.ones(4, 4).t())
         with pytest.raises(ArgumentError, match="on the CPU"):
             f.write(torch.ones(4, device="meta"))
+        with pytest.raises(ArgumentError, match="resolve_conj"):
+            f.write(torch.ones(4, dtype=torch.complex64).conj())
         with pytest.raises(ArgumentError, match="number 1 is a int"):
             f.write([torch.ones(4), 3], [0, 1])
         with pytest.raises(ArgumentError, match="2 tensors and 1 offsets"):
@@ -250,6 +254,8 @@ def test_extents_change_all_at_once(tmp_path, ring):
     for capacities in ([], [-1], ["a"]):
         with pytest.raises(ArgumentError, match="capacities"):
             offload.Extents(path, capacities)
+    with offload.Extents(path, [7], "w", ring=ring) as x:
+        assert list(x) == [offload.Extent(7, 0, 0)]
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -371,6 +377,15 @@ def test_a_walk_that_is_left_keeps_what_was_done(tmp_path):
                 cell.tensor("x").fill_(2.0)
         wanted[2000:] = 2.0
         assert torch.equal(stream.read("x", 0, torch.empty(4000)), wanted)
+
+
+def test_an_array_may_be_named_twice(tmp_path):
+    with offload.Stream(tmp_path, {"x": torch.float32, "y": torch.float32}, 4000, cell_elems=1000) as stream:
+        stream.write("x", 0, torch.arange(4000.0))
+        with stream.walk(reads=["x", "x"], writes=("x", "x")) as cells:
+            for cell in cells:
+                cell.tensor("x").add_(1.0)
+        assert torch.equal(stream.read("x", 0, torch.empty(4000)), torch.arange(1.0, 4001.0))
 
 
 def test_autograd_sees_what_is_read_into_a_tensor(tmp_path):

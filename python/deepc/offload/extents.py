@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,9 @@ class Extents(Opened):
         found = ExtentInfo()
         call("dc_extent_get_info", self._opened(), extent, ctypes.byref(found))
         return Extent(found.capacity, found.bytes, found.generation)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (self[i] for i in range(len(self)))
 
     def write_async(self, extent: int, tensor: torch.Tensor) -> Handle:
         """Starts writing the extent's next value. Change nothing in the tensor until the handle is done."""

@@ -26,6 +26,9 @@ _MODES = {
 }
 
 
+_AGES_S = 1e9  # as good as no limit, and a number of milliseconds that the core takes
+
+
 class Handle:
     """A request in the background. It keeps its tensors alive; one that is dropped is waited for."""
 
@@ -44,7 +47,7 @@ class Handle:
         if timeout is not None and timeout <= 0:
             raise ArgumentError(f"timeout {timeout} must be positive, or None for no limit")
         io = self._open()
-        status = C.dc_io_wait(io, 0 if timeout is None else max(1, int(timeout * 1000)))
+        status = C.dc_io_wait(io, 0 if timeout is None else max(1, int(min(timeout, _AGES_S) * 1000)))
         if C.dc_status_name(status) == b"E_TIMEOUT":
             raise DiskTimeoutError(C.dc_last_error().decode(errors="replace"))
         check(status)

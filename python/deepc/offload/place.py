@@ -52,6 +52,11 @@ def addresses(tensors: list[torch.Tensor], what: str) -> list[tuple[int, int]]:
                 f"{what}: tensor {i} ({tuple(t.shape)}, {t.dtype}, {t.device}) must be contiguous and on the CPU; pass"
                 " t.contiguous(), or a buffer on the CPU that you copy from and to"
             )
+        if t.is_conj() or t.is_neg():  # its memory holds other numbers than it has
+            raise ArgumentError(
+                f"{what}: tensor {i} ({tuple(t.shape)}, {t.dtype}) is a view that conjugates or negates what is read"
+                " through it; pass t.resolve_conj().resolve_neg()"
+            )
         found.append((t.data_ptr(), t.nbytes))
     return found
 

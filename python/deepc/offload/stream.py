@@ -144,7 +144,7 @@ class Stream(Opened):
     def _mask(self, names: list[str] | tuple[str, ...] | None) -> int:
         if names is None:
             return (1 << len(self.arrays)) - 1
-        return sum(1 << self._place(n) for n in names)
+        return sum(1 << place for place in {self._place(n) for n in names})  # a set: one may be named twice
 
     def _place(self, name: str) -> int:
         if name not in self._places:
