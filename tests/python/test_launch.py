@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from deepc.errors import ArgumentError, UnsupportedError
-from deepc.launch import options, runner
+from deepc.launch import driver, options, runner
+from deepc.launch.host import rank as rank_file
 from programs import Program, run_python
 
 TIMEOUT = 240  # of a whole run on a busy machine; nothing here takes more than seconds on an idle one
@@ -491,6 +492,39 @@ def test_the_script_may_spawn_processes_that_import_it(tmp_path):
     """
     exit_code, out, err = Run(tmp_path, code, launcher=("--num_ranks", "1")).finish()
     assert exit_code == 0 and "squares [4, 9]" in out, err
+
+
+def test_a_script_finds_what_python_gives_it(tmp_path):
+    """A link to a script beside its modules, which changes the folder: the same as `python SCRIPT`. Executed, since the
+    interpreter is what it is held against; without torch."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "beside.py").write_text("here = True")
+    (tmp_path / "project" / "train.py").write_text(
+        textwrap.dedent("""
+            import os, sys
+            import beside
+            class Options:
+                steps: int = 1
+            os.chdir("/")
+            print(__file__, sys.argv, sys.path[0], Options.__annotations__, os.path.exists(__file__))
+        """)
+    )
+    (tmp_path / "train.py").symlink_to("project/train.py")
+    for script in ("train.py", "project/train.py"):
+        said = [
+            subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+            for command in ([script, "x"], ["-u", driver._RANK, "script", script, "x"])
+        ]
+        assert said[0].stdout == said[1].stdout and "True" in said[1].stdout, said
+
+
+def test_frames_of_a_script_whose_name_looks_like_runpys_are_shown():
+    scope: dict[str, object] = {}
+    exec(compile("def fails():\n    raise ValueError", "/home/me/myrunpy/train.py", "exec"), scope)
+    with pytest.raises(ValueError) as found:
+        scope["fails"]()
+    found.value.__traceback__ = found.value.__traceback__.tb_next  # without this file's
+    assert rank_file.own_frames_cut(found.value) is found.value.__traceback__
 
 
 def test_command_line_errors_are_one_line(tmp_path):

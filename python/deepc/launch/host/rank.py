@@ -146,19 +146,22 @@ def send_record(data: dict[str, object]) -> None:
 def own_frames_cut(exc: BaseException) -> types.TracebackType | None:
     """The traceback without its first frames, those of this file and of runpy."""
     tb = exc.__traceback__
-    own = (__file__, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "notebook.py"))
-    while tb is not None and (tb.tb_frame.f_code.co_filename in own or "runpy" in tb.tb_frame.f_code.co_filename):
+    notebook = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "notebook.py")
+    own = (__file__, notebook, runpy.run_module.__code__.co_filename)
+    while tb is not None and tb.tb_frame.f_code.co_filename in own:
         tb = tb.tb_next
     return tb
 
 
 def run_script(path: str) -> None:
-    """As `python path`: its module is `__main__` until the process ends."""
+    """As `python path`: its module is `__main__` until the process ends. Its file is absolute, as there: a script may
+    change the folder and then look beside itself."""
+    path = os.path.abspath(path)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = main
     with open(path, "rb") as f:
-        code = compile(f.read(), path, "exec")
+        code = compile(f.read(), path, "exec", dont_inherit=True)  # else this file's own __future__ is the script's too
     exec(code, main.__dict__)
 
 
@@ -195,7 +198,8 @@ def main() -> None:
         execute(sys.argv)
     whole_lines()
     faulthandler.enable()
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0])) if kind == "script" else os.getcwd()  # as python does
+    if not getattr(sys.flags, "safe_path", False):  # as python does: of a link, the folder that the script lies in
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0])) if kind == "script" else os.getcwd()
     try:
         if as_deepspeed:
             importlib.import_module(as_deepspeed)  # from here on `import deepspeed` gives deepc
