@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -181,6 +182,9 @@ def test_the_cause_is_not_the_rank_that_heard_of_it_first():
     stopped = failure(2, 9.0, exit=-signal.SIGTERM)  # by the agent
     raised = failure(3, 12.0, type="ValueError", traceback="ValueError: x")
     assert runner.first_failure([stopped, heard, raised]) is raised
+    late = failure(0, 10.0, type="CommTimeoutError", traceback="CommTimeoutError: rank 1 did not arrive")
+    ours = dataclasses.replace(killed, killed=True)  # it did not end when the launcher told it to
+    assert runner.first_failure([late, ours]) is late
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

@@ -333,7 +333,8 @@ def test_an_agent_kills_what_ignores_sigterm_and_what_left_its_session(talk, tmp
     talk.start(tmp_path, stubborn)
     pids = talk.next("out")[1].split()
     talk.send("stop", grace_s=0.3)
-    assert talk.next("ended")[0]["failures"][0]["exit"] == -signal.SIGKILL
+    (failed,) = talk.next("ended")[0]["failures"]
+    assert failed["exit"] == -signal.SIGKILL and failed["ours"]
     assert not any(Path(f"/proc/{int(p)}").exists() for p in pids)
 
 

@@ -435,9 +435,8 @@ class Driver:
 
     def _failure(self, c: Connection, f: dict[str, Any]) -> Failure:
         where = c.host.name if len(self.launch.hosts) > 1 or c.remote else ""
-        return Failure(
-            f["rank"], f["pid"], f["exit"], time.time() - f["age"], f.get("type", ""), f.get("traceback", ""), where
-        )
+        told, text, killed = f.get("type", ""), f.get("traceback", ""), f.get("ours", False)
+        return Failure(f["rank"], f["pid"], f["exit"], time.time() - f["age"], told, text, where, killed=killed)
 
     def _lost(self, c: Connection) -> None:
         """The agent's pipe has ended. Without a word before: it, the connection or the host died."""

@@ -19,7 +19,8 @@ _CONSEQUENCES = {"RankDiedError", "AbortedError", "CommTimeoutError", "DistNetwo
 class Failure:
     """How one rank ended. rank: its number, or the name of what else failed. exit: its exit code, negative = signal,
     None = it was still running when the report was written. time: by this host's clock. host: where, if the run has
-    several. what: the whole headline, for what is no process."""
+    several. what: the whole headline, for what is no process. killed: by the launcher, since it did not end when it was
+    told to."""
 
     rank: int | str
     pid: int
@@ -29,6 +30,7 @@ class Failure:
     traceback: str = ""
     host: str = ""
     what: str = ""
+    killed: bool = False
 
     def headline(self) -> str:
         if self.what:
@@ -46,7 +48,8 @@ class Failure:
     @property
     def is_ours(self) -> bool:
         """The launcher ended it, because of another rank."""
-        return self.exit == -signal.SIGTERM and not self.traceback
+        killed = self.killed and self.exit == -signal.SIGKILL
+        return (self.exit == -signal.SIGTERM or killed) and not self.traceback
 
     @property
     def is_consequence(self) -> bool:

@@ -99,6 +99,7 @@ class Rank:
         self.name, self.process, self.errors = name, process, errors
         self.exit: int | None = None
         self.ended = 0.0  # time.time()
+        self.killed = False  # by us: it did not end when it was told to
 
     def signal_group(self, sig: int) -> None:
         if self.process.returncode is None:
@@ -125,6 +126,7 @@ class Rank:
             "pid": self.process.pid,
             "exit": self.exit,
             "age": now - wrote.pop("time", self.ended),
+            "ours": self.killed,
             **wrote,
         }
 
@@ -322,6 +324,7 @@ class Agent:
             self.stop(_GRACE_S)
         if self.kill_at is not None and now > self.kill_at:
             for rank in self.ranks:
+                rank.killed = rank.killed or rank.exit is None
                 rank.signal_group(signal.SIGKILL)
         if self.started and all(rank.exit is not None for rank in self.ranks):
             self.over = True
