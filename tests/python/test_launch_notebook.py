@@ -57,7 +57,7 @@ class Notebook(Run):
 
 SETUP = """
     from __future__ import annotations
-    import dataclasses, functools, os
+    import dataclasses, functools, os, sys
     import torch
     from torch import nn
     import deepc
@@ -174,6 +174,8 @@ def test_what_can_t_be_sent_is_named(tmp_path):
         assert "LaunchError" in text and "the variable 'unsendable' (generator) can't be sent to the ranks" in text, text
         text = error(lambda: os._exit(9), ranks=1)
         assert "ended with exit code 9" in text, text
+        text = error(lambda: sys.exit(0), ranks=2)
+        assert "LaunchError: rank 0, 1 ended with exit code 0 before the function returned" in text, text
         text = error(lambda: (i for i in [1]), ranks=1)
         assert "the result (generator) can't be sent back" in text, text
         print("all is well")

@@ -65,7 +65,13 @@ def launch(
     try:
         _write(shipped, pickle.dumps({**payload, "results": results}))
         _run(shipped, results, ranks, dict(env or {}), bind_cores)
-        return [pickle.loads(_read(fd)) for fd in results]
+        found = [_read(fd) for fd in results]
+        if silent := [str(r) for r, data in enumerate(found) if not data]:
+            raise LaunchError(
+                f"rank {', '.join(silent)} ended with exit code 0 before the function returned (sys.exit?), so there is"
+                " no result"
+            )
+        return [pickle.loads(data) for data in found]
     finally:
         for fd in (*results, shipped):
             os.close(fd)
