@@ -94,6 +94,54 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     assert run.restarts == [7] and [e["kind"] for e in d.events(run)] == ["resume"]
 
 
+def written(folder: Path, rows: list[dict]) -> Path:
+    """A run folder with these lines of metrics.jsonl."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def logged(step: int, at: float = 0.0, /, **scalars: float) -> dict:
+    return {"event": "log", "step": step, "at": at, "scalars": scalars}
+
+
+def test_what_a_resumed_run_logs_again_takes_the_place_of_what_was_logged(tmp_path):
+    rows = [
+        *({"step": s, "at": s} for s in range(1, 5)),
+        *(logged(s, s, val_loss=1.0) for s in (2, 3, 4)),
+        {"event": "resume", "step": 2, "at": 5},
+        logged(2, 5, start=1.0),
+        *({"step": s, "at": s + 5} for s in (3, 4)),
+        *(logged(s, s + 5, val_loss=2.0) for s in (3, 4)),
+    ]
+    run = read(written(tmp_path, rows))
+    found = d.curves(run)["val_loss"]
+    assert found == {"step": [2, 3, 4], "time": [2.0, 8.0, 9.0], "value": [1.0, 2.0, 2.0]}
+    assert d.curves(run)["start"]["value"] == [1.0] and d.summary(run)["validation"] == 2.0
+
+
+def test_a_name_that_steps_have_is_a_curve_of_its_own_when_it_is_logged(tmp_path):
+    rows = [{"step": s, "at": s, "loss": 1.0, "samples": 8 * s} for s in range(1, 7)]
+    rows += [logged(s, s + 0.5, loss=7.0, step=100.0, at=9.0, tokens=5.0) for s in (2, 4)]
+    found = d.curves(read(written(tmp_path, rows)))
+    assert found["loss"]["step"] == [1, 2, 3, 4, 5, 6] and set(found["loss"]["value"]) == {1.0}
+    assert found["loss"]["time"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    theirs = {"loss (engine.log)": 7.0, "step": 100.0, "at": 9.0, "tokens": 5.0}
+    for name, value in theirs.items():
+        assert found[name] == {"step": [2, 4], "time": [2.5, 4.5], "value": [value] * 2}, name
+    assert set(found) == {"loss", *theirs}
+
+
+def test_files_that_cannot_be_read_are_a_problem_and_the_rest_is_shown(tmp_path):
+    folder = report_runs.whole(tmp_path / "a", steps=3)
+    for name in ("metrics.jsonl", "flops.txt"):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    run = read(folder)
+    assert [p.split(":")[0] for p in run.problems] == ["metrics.jsonl can't be read", "flops.txt can't be read"]
+    assert run.traces and d.digest(run)["memory"]["predicted"]
+
+
 def test_engines_of_one_process_are_runs_of_their_own(tmp_path):
     folder = report_runs.whole(tmp_path / "gan", steps=5)
     shutil.copy(folder / "run.json", folder / "run.2.json")
@@ -328,6 +376,53 @@ def test_what_stands_out(tmp_path):
     assert "compute" not in str(texts([{**r, "wait": {"data_s": 0.01}} for r in base]).get("bad"))
 
 
+def test_a_loss_that_is_lost_is_no_good_figure(tmp_path):
+    """What it was before stood as the run's loss, and was the best of a comparison."""
+    rows = [{"step": s, "loss": 5 - s / 50 if s < 90 else "nan"} for s in range(1, 101)]
+    found = d.summary(read(written(tmp_path, rows)))
+    assert (found["loss"], found["tail_loss"], found["first_loss"]) == ("nan", None, 4.98)
+    assert found["best_loss"] == pytest.approx(5 - 89 / 50)
+
+
+@pytest.mark.parametrize(
+    "skipped, level, text", [(False, "bad", "at step 50"), (True, "note", "at 2 steps, from 50 to 60")]
+)
+def test_a_loss_that_came_back_is_not_said_to_be_lost(tmp_path, skipped, level, text):
+    rows = [{"step": s, "loss": 5 - s / 50} for s in range(1, 101)]
+    for at in (50, 60)[: 1 + skipped]:
+        rows[at - 1] |= {"loss": "inf", "skipped": skipped}
+    said = [f for f in d.findings(read(written(tmp_path, rows))) if "finite" in f["text"]]
+    assert [(f["level"], f["text"]) for f in said] == [(level, f"the loss was not finite {text}")]
+
+
+def test_of_very_many_events_the_last_are_listed_and_the_others_counted(tmp_path):
+    rows = [{"step": s, "skipped": True} for s in range(1, 1201)]
+    rows.append({"event": "checkpoint", "step": 1200, "seconds": 1, "what": "save", "path": "x"})
+    found = d.events(read(written(tmp_path, rows)))
+    assert len(found) == 1001 and found[-1]["kind"] == "checkpoint"
+    assert found[0]["text"] == "201 earlier ones are not listed (201 skipped steps)" and found[0]["step"] == 201
+
+
+def test_counts_of_the_heap_are_no_bytes(tmp_path):
+    rows = [{"step": s, "memory": {"process": 5, "heap": {"live": 7, "refusals": 3}}} for s in (1, 2)]
+    found = d.memory(read(written(tmp_path, rows)))
+    assert [r["name"] for r in found["rows"] if r["count"]] == ["heap.refusals"] and len(found["rows"]) == 3
+
+
+def test_what_begins_together_is_shown_in_what_holds_it_and_a_step_that_is_too_long_is_said(tmp_path, monkeypatch):
+    def span(name: str, ts: float, dur: float) -> dict:
+        return {"ph": "X", "pid": 0, "tid": 1, "name": name, "ts": ts, "dur": dur}
+
+    events = [span("inner", 5, 1), span("outer", 5, 9), span("ProfilerStep#3", 5, 20), span("later", 7, 1)]
+    (tmp_path / "trace.rank0.json").write_text(json.dumps({"traceEvents": events}))
+    found = d.timeline(read(tmp_path))
+    assert [found["names"][e[1]] for e in found["events"]] == ["ProfilerStep#3", "outer", "inner", "later"]
+    assert found["steps"] == [[0.0, 20.0, "ProfilerStep#3"]] and found["whole_steps"]
+    monkeypatch.setattr(d, "MAX_EVENTS", 3)
+    found = d.timeline(read(tmp_path))
+    assert found["left_out"] == 1 and not found["whole_steps"]
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 EVIL = "</script><script>document.title='owned'</script><!-- & \u2028"
 
@@ -359,6 +454,84 @@ def test_command_line(tmp_path, capsys):
     out = capsys.readouterr()
     assert "both.html" in out.out and "Give another file with -o" in out.err and "there is no run folder" in out.err
     assert not list(a.glob(".*tmp"))
+
+
+# ---- its script, without a browser -----------------------------------------------------------------------------------
+def shown(page_file: Path, script: str | None = None):
+    """The page's text; with a script what that returns (report_dom.js)."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node (apt install nodejs)")
+    command = ["node", str(Path(__file__).with_name("report_dom.js")), str(page_file), *([script] if script else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout) if script else done.stdout
+
+
+CURVES = """
+  return Object.fromEntries(all("div").filter((e) => e.attrs["data-curve"]).map((card) => {
+    const nodes = [...card.all()];
+    return [card.attrs["data-curve"], {
+      title: nodes.find((e) => e.tag === "h3").textContent,
+      log: nodes.find((e) => e.tag === "button").attrs["aria-pressed"],
+      axis: nodes.filter((e) => e.attrs["text-anchor"] === "end").map((e) => e.textContent),
+      marks: nodes.filter((e) => e.tag === "line" && e.attrs["stroke-width"] === "1.5").length,
+      ys: nodes.filter((e) => e.tag === "path").map((e) => new Set(e.attrs.d.match(/ [^ML]+/g)).size),
+    }];
+  }));
+"""
+
+
+def test_curves_of_any_values_and_names_are_drawn(tmp_path):
+    """A learning rate that is constant but for its last bit kept the page busy for ever; names of every object's
+    properties ended it."""
+    rows = [
+        {
+            "step": s,
+            "at": s,
+            "lr": 0.001 if s < 5 else math.nextafter(0.001, 1),
+            "loss": 2.3 + 1e-5 * s,
+            "grad_norm": 1e300 * (-1) ** s,
+            "skipped": True,
+        }
+        for s in range(1, 4001)
+    ]
+    names = ("__proto__", "constructor", "valueOf", "<b>&", "perplexity")
+    rows += [logged(s, s, **dict.fromkeys(names, float(s))) for s in (1, 2)]
+    found = shown(write_report(written(tmp_path, rows)), CURVES)
+    assert len(set(found["lr"]["axis"])) == len(found["lr"]["axis"]) >= 3 and found["lr"]["ys"] == [1]  # a flat line
+    assert len(set(found["loss"]["axis"])) == len(found["loss"]["axis"]) >= 3
+    assert 100 < found["loss"]["marks"] < 1000  # one a pixel, of 4,000
+    assert [found[n]["title"] for n in names if n != "__proto__"] == [n for n in names if n != "__proto__"]
+    assert found["perplexity"]["log"] == "true" and found["loss"]["log"] == "false"
+
+
+def test_figures_of_the_page(tmp_path):
+    folder = written(tmp_path / "a", [{"step": s, "at": 60.0 * s - 0.3, "loss": "nan"} for s in (1, 2, 3)])
+    (folder / "run.json").write_text(json.dumps({"started": "2026-11-21T20:00:00+00:00"}))
+    text = shown(write_report(folder))
+    assert "started 2026-11-21 20:00:00 UTC" in text and re.search(r"Made by .* on [-\d]+ [:\d]+ UTC\.", text)
+    assert "none skipped, 3 min 0 s" in text and "Lossnan" in text
+    worse = written(tmp_path / "b", [{"step": s, "loss": -3.0} for s in (1, 2, 3)])
+    better = written(tmp_path / "c", [{"step": s, "loss": -4.5} for s in (1, 2, 3)])
+    rows = 'return all("tr").map((r) => r.children.map((c) => c.textContent));'
+    found = {r[0]: r[1:] for r in shown(write_report([worse, better, folder], tmp_path / "x.html"), rows)}
+    assert found["last loss"] == ["-3", "-4.5−50.0 %", "nan"] and found["loss, mean of the last steps"][2] == "–"
+
+
+def test_a_table_is_sorted_with_the_keyboard_and_says_so(tmp_path):
+    folder = report_runs.whole(tmp_path / "a", steps=2)
+    found = shown(
+        write_report(folder),
+        """
+        const of = (tag) => [...find("comms").all()].filter((e) => e.tag === tag);
+        const heads = () => of("th").map((h) => h.attrs["aria-sort"]);
+        const first = heads();
+        of("th")[0].fire("keydown", { key: " " });
+        return [first, heads(), of("tr").slice(1).map((r) => r.children[0].textContent)];
+        """,
+    )
+    assert set(found[0]) == {None} and found[1][:2] == ["ascending", "none"]
+    assert found[2] == ["all_reduce", "all_reduce", "barrier", "reduce_bucket"]
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import ArgumentError
@@ -18,6 +19,7 @@ from .folder import Run, is_not_finite, number
 
 POINTS = 1600  # of a curve: more than the pixels that it gets
 MAX_EVENTS = 30_000  # of the timeline
+MAX_LISTED = 1000  # of what happened
 MIB = 2.0**20
 SPLIT = ("compute", "communication", "data", "disk")
 _Span = tuple[float, float, int, int]  # begin and duration in us, lane, name
@@ -104,40 +106,53 @@ def flat(row: dict[str, Any]) -> dict[str, float]:
 def thin(xs: list[float], ys: list[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
     """At most about `limit` points: of each stretch its lowest and highest value, so that no spike is lost; the first
     and the last point stay."""
-    n = len(xs)
+    kept = _kept(ys, limit)
+    return [xs[i] for i in kept], [ys[i] for i in kept]
+
+
+def _kept(ys: list[float], limit: int = POINTS) -> Sequence[int]:
+    """Which points of a curve `thin` keeps, in order."""
+    n = len(ys)
     if n <= limit:
-        return xs, ys
+        return range(n)
     size = -(-2 * n // limit)
     keep = {0, n - 1}
     for begin in range(0, n, size):
         stretch = range(begin, min(begin + size, n))
         keep.add(min(stretch, key=ys.__getitem__))
         keep.add(max(stretch, key=ys.__getitem__))
-    order = sorted(keep)
-    return [xs[i] for i in order], [ys[i] for i in order]
+    return sorted(keep)
 
 
 def curves(run: Run) -> dict[str, dict[str, list[float]]]:
-    """name -> {"step": [...], "time": [...], "value": [...]}, the well-known ones first; a value that is not finite
-    leaves a gap."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    clock: dict[float, float] = {}
-    logged = [
-        {"step": n["step"], "at": n.get("at"), **n["scalars"]}
-        for n in run.notes
-        if n["event"] == "log" and isinstance(n.get("scalars"), dict)
-    ]
-    for row in [*run.steps, *logged]:
-        clock[row["step"]] = number(row.get("at")) or clock.get(row["step"], 0.0)
-        for name, value in flat({k: v for k, v in row.items() if k not in _NOT_CURVES}).items():
-            xs, ys = found.setdefault(name, ([], []))
+    """name -> {"step": [...], "time": [...], "value": [...]}, the well-known ones first, each in the order of its
+    steps; a value that is not finite leaves a gap. What a script logs under a name that steps have is a curve of its
+    own."""
+    found: dict[str, tuple[list[float], list[float], list[float]]] = {}
+
+    def add(row: dict[str, Any], values: dict[str, float], called: Callable[[str], str] = str) -> None:
+        for name, value in values.items():
+            xs, ts, ys = found.setdefault(called(name), ([], [], []))
             xs.append(row["step"])
+            ts.append(max(number(row.get("at")) or 0.0, ts[-1] if ts else 0.0))  # the page looks places up in it
             ys.append(value)
+
+    for row in run.steps:
+        add(row, flat({k: v for k, v in row.items() if k not in _NOT_CURVES}))
+    taken = set(found)
+    for note in sorted(_logged(run), key=lambda n: n["step"]):
+        add(note, flat(note["scalars"]), lambda n: f"{n} (engine.log)" if n in taken else n)
     out = {}
     for name in sorted(found, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)):
-        xs, ys = thin(*found[name])
-        out[name] = {"step": xs, "time": [clock[x] for x in xs], "value": ys}
+        columns = found[name]
+        kept = _kept(columns[2])
+        out[name] = dict(zip(("step", "time", "value"), ([column[i] for i in kept] for column in columns)))
     return out
+
+
+def _logged(run: Run) -> list[dict[str, Any]]:
+    """What the script gave to engine.log."""
+    return [n for n in run.notes if n["event"] == "log" and isinstance(n.get("scalars"), dict)]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -198,10 +213,9 @@ _VALIDATION = ("eval_loss", "val_loss", "valid_loss", "validation_loss", "test_l
 def _validation(run: Run) -> tuple[str, list[float]] | None:
     """What a script logged as its validation loss: (its name, the values), under the names that loops give it."""
     found: dict[str, list[float]] = {}
-    for note in run.notes:
-        if note["event"] == "log" and isinstance(note.get("scalars"), dict):
-            for name, value in flat(note["scalars"]).items():
-                found.setdefault(name, []).append(value)
+    for note in _logged(run):
+        for name, value in flat(note["scalars"]).items():
+            found.setdefault(name, []).append(value)
     plain = {name: name.lower().replace("/", "_").replace(" ", "_").replace(".", "_") for name in found}
     return next(((name, found[name]) for wanted in _VALIDATION for name, p in plain.items() if p == wanted), None)
 
@@ -209,9 +223,11 @@ def _validation(run: Run) -> tuple[str, list[float]] | None:
 def summary(run: Run) -> dict[str, Any]:
     """The figures of the header and of the comparison."""
     losses, seconds = run.values("loss"), [s for s in step_seconds(run) if s is not None]
+    last = next((s["loss"] for s in reversed(run.steps) if s.get("loss") is not None), None)
+    lost = is_not_finite(last)  # what it was before says nothing of how this run ended
     model = run.info.get("model")
     model = model if isinstance(model, dict) else {}
-    tail = losses[-max(min(5, len(losses)), len(losses) // 20) :] if losses else []
+    tail = losses[-max(min(5, len(losses)), len(losses) // 20) :] if losses and not lost else []
     validation = _validation(run)
     clock = run.values("at")
     waits, total = split(run), 0.0
@@ -221,7 +237,7 @@ def summary(run: Run) -> dict[str, Any]:
         "steps": run.steps[-1]["step"] if run.steps else 0,
         "first_step": run.steps[0]["step"] if run.steps else 0,
         "first_loss": losses[0] if losses else None,
-        "loss": losses[-1] if losses else None,
+        "loss": str(last) if lost else losses[-1] if losses else None,
         "best_loss": min(losses, default=None),
         "tail_loss": sum(tail) / len(tail) if tail else None,
         "tail_steps": len(tail),
@@ -250,6 +266,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 _LEVELS = ("available", "limit")  # not a use of memory
+_COUNTS = ("heap.refusals", "heap.foreign_frees")  # no bytes
 
 
 @_once
@@ -268,7 +285,10 @@ def memory(run: Run) -> dict[str, Any] | None:
     states = _states(run)
     if not series and told is None and not states:
         return None
-    rows = [{"name": n, "measured": max(ys), "last": ys[-1], "least": min(ys)} for n, (_, ys) in series.items()]
+    rows = [
+        {"name": n, "measured": max(ys), "last": ys[-1], "least": min(ys), "count": n in _COUNTS}
+        for n, (_, ys) in series.items()
+    ]
     over = {
         n: dict(zip(("step", "value"), thin(xs, ys)))
         for n, (xs, ys) in series.items()
@@ -479,8 +499,8 @@ def timeline(run: Run) -> dict[str, Any] | None:
                 counters.setdefault((rank, str(e.get("name"))), []).append((begin, values))
     if not spans:
         return None
-    spans.sort()
-    shown, left_out = _window(spans, steps)
+    spans.sort(key=lambda s: (s[0], -s[1]))  # of those that begin together the one that holds the others first
+    shown, left_out, whole_steps = _window(spans, steps)
     begin = shown[0][0]
     end = max(s[0] + s[1] for s in shown)
     return {
@@ -488,6 +508,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
         "lanes": lanes,
         "total": len(spans),
         "left_out": left_out,
+        "whole_steps": whole_steps,
         "events": [[lane, name, round(b - begin, 2), round(d, 2)] for b, d, lane, name in shown],
         "steps": [[round(b - begin, 2), round(e - b, 2), n] for b, e, n in sorted(steps) if e > begin and b < end],
         "counters": [_counter(rank, name, points, spans[0][0]) for (rank, name), points in counters.items()],
@@ -501,22 +522,23 @@ def _args(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_step(name: str) -> bool:
-    head, _, tail = name.partition(" ")
-    return head in ("step", "ProfilerStep#") and tail.isdigit()
+    return re.fullmatch(r"(step |ProfilerStep#)\d+", name) is not None
 
 
-def _window(spans: list[_Span], steps: list[tuple[float, float, str]]) -> tuple[list[_Span], int]:
-    """What is shown of sorted spans, and how many are not."""
+def _window(spans: list[_Span], steps: list[tuple[float, float, str]]) -> tuple[list[_Span], int, bool]:
+    """What is shown of sorted spans, how many are not, and whether it is whole steps: where one alone is too long, it
+    is the first spans of all."""
     if len(spans) <= MAX_EVENTS:
-        return spans, 0
+        return spans, 0, True
     chosen: list[_Span] = []
     for begin, _, _ in sorted(steps, reverse=True):
         first = bisect.bisect_left(spans, begin, key=lambda s: s[0])
         if len(spans) - first > MAX_EVENTS:
             break
         chosen = spans[first:]
+    whole = bool(chosen)
     chosen = chosen or spans[:MAX_EVENTS]
-    return chosen, len(spans) - len(chosen)
+    return chosen, len(spans) - len(chosen), whole
 
 
 def _counter(rank: int, name: str, points: list[tuple[float, dict[str, float]]], origin: float) -> dict[str, Any]:
@@ -539,7 +561,8 @@ def _counter(rank: int, name: str, points: list[tuple[float, dict[str, float]]],
 
 # ---- what happened, what stands out ----------------------------------------------------------------------------------
 def events(run: Run) -> list[dict[str, Any]]:
-    """Skipped steps, warnings, checkpoints and changes, in step order; at most 1,000."""
+    """Skipped steps, warnings, checkpoints and changes, in step order; of very many the last, and how many others there
+    are."""
     out: list[dict[str, Any]] = []
     for row in run.steps:
         if row.get("skipped"):
@@ -563,7 +586,10 @@ def events(run: Run) -> list[dict[str, Any]]:
         if not {s, s - 1} & known
     ]
     out.sort(key=lambda e: e["step"])
-    return out[:1000]
+    if more := out[:-MAX_LISTED]:
+        text = f"{len(more)} earlier ones are not listed ({sum(e['kind'] == 'skipped' for e in more)} skipped steps)"
+        out = [{"step": more[-1]["step"], "at": more[-1]["at"], "kind": "more", "text": text}, *out[-MAX_LISTED:]]
+    return out
 
 
 def _told(note: dict[str, Any]) -> str:
@@ -619,11 +645,15 @@ def _about_exchange(run: Run, say: Callable[..., None]) -> None:
 
 
 def _about_loss(run: Run, say: Callable[..., None]) -> None:
-    bad = next((s["step"] for s in run.steps if is_not_finite(s.get("loss"))), None)
-    if bad is not None:
+    known = [s for s in run.steps if s.get("loss") is not None]
+    bad = [s for s in known if is_not_finite(s["loss"])]
+    if bad:
+        first, last = bad[0]["step"], bad[-1]["step"]
+        for_good = len(bad) == sum(s["step"] >= first for s in known)
+        which = f"at step {first}" if first == last else f"at {len(bad)} steps, from {first} to {last}"
         say(
-            "bad",
-            f"the loss is not finite from step {bad} on",
+            "bad" if for_good or not all(s.get("skipped") for s in bad) else "note",
+            f"the loss is not finite from step {first} on" if for_good else f"the loss was not finite {which}",
             "lower the learning rate, add gradient_clipping, or look at the data of that step",
         )
     skipped = [s["step"] for s in run.steps if s.get("skipped")]

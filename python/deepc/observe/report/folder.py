@@ -4,13 +4,14 @@ run is lost by it. Standard library only."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ...errors import ArgumentError
 
@@ -70,7 +71,8 @@ def read_runs(path: str | os.PathLike[str]) -> list[Run]:
         if match := _RANK.fullmatch(name):
             _read_rank_file(folder / name, match[1], int(match[2]), first)
     if "flops.txt" in names:
-        first.flops = (folder / "flops.txt").read_text(encoding="utf-8", errors="replace")[:400_000]
+        with _opened(folder / "flops.txt", first) as f:
+            first.flops = f.read(400_000)
     others = sorted({int(m[1] or m[2]) for n in names if (m := _ENGINE.fullmatch(n))})
     return [first, *(_read_engine(folder, names, k) for k in others)]
 
@@ -128,10 +130,19 @@ def _json(path: Path, run: Run) -> Any:
         return {}
 
 
+def _opened(path: Path, run: Run) -> TextIO:
+    """The file; an empty one, and a problem noted, where it can't be read."""
+    try:
+        return path.open(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        run.problems.append(f"{path.name} can't be read: {exc.strerror}")
+        return io.StringIO()
+
+
 def _read_steps(path: Path, run: Run) -> None:
     rows: dict[int, dict[str, Any]] = {}
     last, bad, ended = None, 0, True
-    with path.open(encoding="utf-8", errors="replace") as f:
+    with _opened(path, run) as f:
         for line in f:
             ended = line.endswith("\n")
             if not line.strip():
@@ -152,6 +163,8 @@ def _read_steps(path: Path, run: Run) -> None:
                 run.restarts += [] if step in run.restarts else [step]
                 for older in [s for s in rows if s >= step]:
                     del rows[older]
+                # what the script logged at those steps is logged again, as they are
+                run.notes = [n for n in run.notes if n["event"] != "log" or n["step"] < step]
             rows[step], last = row, step
     if bad:
         run.problems.append(

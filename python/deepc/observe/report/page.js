@@ -61,11 +61,12 @@
   }
   function seconds(v) {
     if (!some(v)) return "–";
+    if (v < 0) return `−${seconds(-v)}`;
     if (v < 1e-3) return `${+(v * 1e6).toPrecision(3)} µs`;
     if (v < 1) return `${+(v * 1e3).toPrecision(3)} ms`;
     if (v < 120) return `${+v.toPrecision(3)} s`;
-    if (v < 7200) return `${Math.floor(v / 60)} min ${Math.round(v % 60)} s`;
-    return `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min`;
+    const of = (n, unit, rest) => `${Math.floor(n / 60)} ${unit} ${n % 60} ${rest}`; // of what is rounded: 59.7 s is a minute
+    return v < 7200 ? of(Math.round(v), "min", "s") : of(Math.round(v / 60), "h", "min");
   }
   const percent = (v) => (some(v) ? `${+(100 * v).toPrecision(3)} %` : "–");
   const UNITS = [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]; // from, divisor, unit
@@ -74,9 +75,11 @@
     const unit = UNITS.find(([from]) => v >= from);
     return unit ? `${+(v / unit[1]).toPrecision(3)} ${unit[2]}` : String(v);
   }
-  const FORMATS = { time_s: seconds, fraction_of_peak: percent };
+  // Names that a run gives may be those of every object, "constructor": tables that are asked for them have no others.
+  const FORMATS = { __proto__: null, time_s: seconds, fraction_of_peak: percent };
   const form = (name) => FORMATS[name] || short;
   const TITLES = {
+    __proto__: null,
     loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_s: "Tokens / s", samples_per_s: "Samples / s",
     "exchange.bytes": "Bytes exchanged by a rank (1-bit optimizer)", time_s: "Time of a step", loss_scale: "Loss scale", tflops: "TFLOP / s", fraction_of_peak: "Fraction of peak",
   };
@@ -84,8 +87,12 @@
 
   function ticks(lo, hi, n) {
     const span = hi - lo || 1, raw = span / n, mag = 10 ** Math.floor(Math.log10(raw)), r = raw / mag;
-    const step = (r >= 7 ? 10 : r >= 3 ? 5 : r >= 1.5 ? 2 : 1) * mag, out = [];
-    for (let t = Math.ceil(lo / step - 1e-9) * step; t <= hi + step * 1e-9; t += step) out.push(Math.abs(t) < step * 1e-9 ? 0 : t);
+    const step = (r >= 7 ? 10 : r >= 3 ? 5 : r >= 1.5 ? 2 : 1) * mag, out = [], first = Math.ceil(lo / step - 1e-9);
+    for (let i = 0; i < 2 * n + 2; i++) { // a step may be too small to change numbers as large as these
+      const t = (first + i) * step;
+      if (!(t <= hi + step * 1e-9)) break;
+      out.push(Math.abs(t) < step * 1e-9 ? 0 : t);
+    }
     return out;
   }
 
@@ -144,16 +151,20 @@
       }
       if (y0 > y1) { y0 = log ? 0.1 : 0; y1 = 1; }
       if (zero && !log) y0 = Math.min(0, y0);
-      if (y1 === y0) { const d = Math.abs(y0) * 0.1 || 1; y0 = log ? y0 / 2 : y0 - d; y1 = log ? y1 * 2 : y1 + d; }
+      const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)); // a constant, but for its rounding
+      if (flat) { const d = Math.abs(y0) * 0.1 || 1; y0 = log ? y0 / 2 : y0 - d; y1 = log ? y1 * 2 : y1 + d; }
       const f = log ? Math.log10 : (v) => v;
       const pad = (f(y1) - f(y0)) * 0.05, lo = f(y0) - (zero && y0 === 0 && !log ? 0 : pad), hi = f(y1) + pad;
       const X = (x) => left + ((x - x0) / (x1 - x0)) * w, Y = (y) => top + (1 - (f(y) - lo) / (hi - lo)) * h;
       const axis = sv("g", { class: "axis" });
       const yt = log ? logTicks(lo, hi) : (format === bytes ? byteTicks : ticks)(lo, hi, Math.max(2, Math.round(h / 42)));
+      // as many digits as tell one line from the next
+      const most = Math.max(...yt.map(Math.abs)), digits = yt.length > 1 ? Math.ceil(Math.log10(most / (yt[1] - yt[0]))) + 1 : 4;
+      const label = format === short ? (t) => short(t, Math.max(4, Math.min(12, digits))) : format;
       for (const t of yt) {
         const y = Y(t);
         axis.append(sv("line", { x1: left, x2: width - right, y1: y, y2: y }));
-        axis.append(sv("text", { x: left - 7, y: y + 4, "text-anchor": "end" }, format(t)));
+        axis.append(sv("text", { x: left - 7, y: y + 4, "text-anchor": "end" }, label(t)));
       }
       const xf = xformat || (state.axis === "time" && zoom ? seconds : (v) => short(v, 6));
       for (const t of ticks(x0, x1, Math.max(2, Math.round(w / 110)))) {
@@ -181,7 +192,8 @@
         lines.append(sv("path", { d: path(s, s.ys), ...stroke, ...dashes, "stroke-width": 1.6 }));
         if (s.x.length === 1 && ok(s.ys[0])) lines.append(sv("circle", { cx: X(s.x[0]), cy: Y(s.ys[0]), r: 3, fill: s.color }));
         const low = { y1: height - bottom, y2: height - bottom - 9 };
-        for (const m of s.marks || []) lines.append(sv("line", { ...low, x1: X(m), x2: X(m), stroke: css("bad"), "stroke-width": 1.5 }));
+        const marked = new Set((s.marks || []).filter((m) => m >= x0 && m <= x1).map((m) => Math.round(X(m)))); // one a pixel
+        for (const x of marked) lines.append(sv("line", { ...low, x1: x, x2: x, stroke: css("bad"), "stroke-width": 1.5 }));
       }
       const cross = sv("line", { y1: top, y2: height - bottom, stroke: css("faint"), "stroke-dasharray": "3 3", visibility: "hidden" });
       const brush = sv("rect", { y: top, height: h, fill: css("accent"), opacity: 0.15, visibility: "hidden" });
@@ -264,7 +276,7 @@
       const nodes = s.nodes > 1 ? ` on ${s.nodes} nodes` : "", host = i.host ? ` on ${i.host}` : "";
       if (s.ranks) facts.push(`${s.ranks} rank${s.ranks > 1 ? "s" : ""}${nodes}${host}`);
       if (i.device) facts.push(String(i.device));
-      if (i.started) facts.push(`started ${String(i.started).slice(0, 19).replace("T", " ")}`);
+      if (i.started) facts.push(`started ${String(i.started).replace("T", " ").replace(/(\+00:00|Z)$/, " UTC")}`);
       const version = (k) => i[k.toLowerCase()];
       const versions = ["deepc", "torch", "Python"].filter((k) => typeof version(k) === "string").map((k) => `${k} ${version(k)}`);
       if (versions.length) facts.push(versions.join(", "));
@@ -289,6 +301,7 @@
     const unit = (v, u) => [v, " ", el("small", {}, u)];
     const over = s.tail_steps > 1 ? `mean of the last ${s.tail_steps} steps, ` : "";
     if (some(s.tail_loss)) tile("Loss", short(s.tail_loss), `${over}from ${short(s.first_loss)}`);
+    else if (s.loss) tile("Loss", s.loss, `at the last step, from ${short(s.first_loss)}`); // "nan": it is none any more
     const lowest = s.best_validation < s.validation ? `, lowest ${short(s.best_validation)}` : "";
     if (some(s.validation)) tile("Validation loss", short(s.validation), `last ${s.validation_name}${lowest}`);
     if (some(s.tokens_per_s)) tile("Tokens / s", short(s.tokens_per_s, 3), "median");
@@ -313,7 +326,8 @@
 
   // ---- comparison ---------------------------------------------------------------------------------------------------------
   const ROWS = [ // key, name, format, which is better: more (1), less (-1), neither (0)
-    ["tail_loss", "loss, mean of the last steps", short, -1], ["tail_steps", "so many steps", short, 0], ["loss", "last loss", short, -1],
+    ["tail_loss", "loss, mean of the last steps", short, -1], ["tail_steps", "so many steps", short, 0],
+    ["loss", "last loss", (v) => (some(v) ? short(v) : v), -1],
     ["best_loss", "best loss", short, -1], ["validation", "validation loss", short, -1], ["best_validation", "lowest validation loss", short, -1],
     ["tokens_per_s", "tokens / s", short, 1], ["samples_per_s", "samples / s", short, 1], ["step_s", "time of a step", seconds, -1],
     ["tflops", "TFLOP / s", short, 1], ["fraction_of_peak", "fraction of peak", percent, 1], ["waiting", "waiting", percent, -1],
@@ -334,7 +348,7 @@
       const best = better && numbers.length > 1 ? top(...numbers) : NaN;
       const all = numbers.every((v) => clear(v, best)); // a difference below 1 % is none
       body.append(el("tr", {}, el("td", {}, name), vs.map((v, i) => {
-        const relative = i && better && some(v) && some(vs[0]) && vs[0] ? v / vs[0] - 1 : NaN;
+        const relative = i && better && some(v) && some(vs[0]) && vs[0] ? (v - vs[0]) / Math.abs(vs[0]) : NaN;
         const change = some(relative) ? span("delta", `${relative >= 0 ? "+" : "−"}${Math.abs(100 * relative).toFixed(1)} %`) : null;
         return el("td", { class: `n${!all && some(v) && clear(v, best) ? " best" : ""}` }, missing(v) ? "–" : f(v), change);
       })));
@@ -349,7 +363,7 @@
       }
       return into;
     }
-    const configs = RUNS.map((r) => flat(r.config, "", {}));
+    const configs = RUNS.map((r) => flat(r.config, "", { __proto__: null }));
     const differs = (k) => k !== "deepc.run_dir" && new Set(configs.map((c) => c[k])).size > 1;
     const keys = [...new Set(configs.flatMap(Object.keys))].sort().filter(differs);
     if (keys.length) {
@@ -364,6 +378,7 @@
   // ---- curves -------------------------------------------------------------------------------------------------------------
   const MAIN = ["loss", "lr", "grad_norm", "tokens_per_s", "time_s", "loss_scale", "eval_loss", "exchange.bytes",
     ...RUNS.map((r) => r.summary.validation_name)];
+  const curve = (r, name) => (Object.hasOwn(r.curves, name) ? r.curves[name] : null);
   function curves(host) {
     const names = [...new Set(RUNS.flatMap((r) => Object.keys(r.curves)))];
     if (!names.length) {
@@ -392,21 +407,20 @@
     const grid = el("div", { class: "grid" }), rest = el("div", { class: "grid" });
     host.append(bar, grid);
     const varies = (r, n) => n !== "loss_scale" || new Set(r.curves[n].value).size > 1;
-    const first = new Set(names.filter((n) => MAIN.includes(n) && RUNS.some((r) => r.curves[n] && varies(r, n))));
+    const first = new Set(names.filter((n) => MAIN.includes(n) && RUNS.some((r) => curve(r, n) && varies(r, n))));
     if (!first.has("tokens_per_s") && names.includes("samples_per_s")) first.add("samples_per_s");
     for (const name of names) {
-      const has = RUNS.filter((r) => r.curves[name]);
-      const values = has[0].curves[name].value;
+      const values = RUNS.map((r) => curve(r, name)).find((c) => c).value;
       const now = span("now", MANY ? "" : `last ${form(name)(values[values.length - 1])}`);
       const logb = button("log", () => {
         if (state.log.has(name)) state.log.delete(name); else state.log.add(name);
         logb.setAttribute("aria-pressed", String(state.log.has(name)));
         redraw();
-      }, false);
+      }, state.log.has(name));
       const card = el("div", { class: "card", "data-curve": name }, titled(title(name), el("span", {}, now, " ", logb)));
       (first.has(name) || !first.size ? grid : rest).append(card);
       lineChart(card, () => RUNS.flatMap((r, i) => {
-        const c = r.curves[name];
+        const c = curve(r, name);
         if (!c || state.hidden.has(i)) return [];
         const xs = state.axis === "time" ? c.time : c.step;
         const at = (k) => (state.axis === "time" ? c.time[nearest(c.step, k.step)] : k.step);
@@ -737,7 +751,8 @@
       el("option", { value: "" }, "go to …"), t.steps.map((s, i) => el("option", { value: i }, s[2]))) : null;
     const lanes = [...new Set(hues)].filter((k) => k !== "faint");
     const zooms = span("group", button("−", () => zoomAt(1.6)), button("+", () => zoomAt(0.6)), button("all", () => move(0, end)));
-    const shown = t.left_out ? `${short(t.total - t.left_out, 9)} of ${short(t.total, 9)} events are shown: the last whole steps.` : "";
+    const which = t.whole_steps ? "the last whole steps" : "the first ones";
+    const shown = t.left_out ? `${short(t.total - t.left_out, 9)} of ${short(t.total, 9)} events are shown: ${which}.` : "";
     host.append(div("card timeline",
       div("bar", zooms, steps, el("span", {}, "drag to move; click, then turn the wheel to zoom")), canvas,
       legend(lanes.map((k) => [css(k), k])), shown ? sub(`${shown} The whole trace opens in ui.perfetto.dev.`) : null,
@@ -749,6 +764,7 @@
   // ---- memory -------------------------------------------------------------------------------------------------------------
   const CATEGORY = ["#3f74c4", "#e08a2e", "#3a9a68", "#8d5bb8", "#c74a40", "#2798ad", "#a98514", "#7a7f8c", "#b5477d"];
   const MEANING = {
+    __proto__: null,
     process: "the ranks' own pages, all ranks", process_peak: "their high-water mark", shared: "what the ranks of a node share, once",
     gpu: "tensors on rank 0's GPU", gpu_peak: "their peak",
   };
@@ -790,12 +806,16 @@
         sub("Activations are not in it: ", el("code", {}, "initialize(sample_batch=...)"), " predicts them before the first step.")));
     }
     if (m && m.rows.length) {
-      const rows = m.rows.filter((r) => some(r.measured)), used = rows.filter((r) => r.name !== "available");
+      const all = m.rows.filter((r) => some(r.measured)), rows = all.filter((r) => !r.count); // of some a number, not bytes
+      const used = rows.filter((r) => r.name !== "available");
       const most = Math.max(...used.map((r) => r.measured), 1), words = (r) => r.name.replaceAll("_", " ");
       const row = (r) =>
         [el("div", { title: MEANING[r.name] || "" }, words(r)), track(r.measured / most, css("compute")), el("div", {}, bytes(r.measured))];
       const meanings = rows.filter((r) => MEANING[r.name]).map((r) => `${words(r)}: ${MEANING[r.name]}`).join("; ");
-      const left = rows.filter((r) => r.name === "available").map((r) => `; least that was left on the node: ${bytes(r.least)}`).join("");
+      const left = [
+        ...rows.filter((r) => r.name === "available").map((r) => `; least that was left on the node: ${bytes(r.least)}`),
+        ...all.filter((r) => r.count).map((r) => `; ${words(r)}: ${short(r.measured, 9)}`),
+      ].join("");
       grid.append(div("card", titled("Measured, the most of the run"),
         el("div", { class: "hbars", id: "measured" }, used.flatMap(row)), sub(meanings, left)));
       const names = Object.keys(m.over).filter((n) => m.over[n].value.length > 1);
@@ -873,13 +893,18 @@
       const line = (r) => el("tr", {}, fields.map((c) => el("td", { class: c.text ? "" : "n" }, c.show(r[c.key], r))));
       body.replaceChildren(...sorted.map(line));
     };
-    const sort = (c) => { up = by === c.key ? !up : !!c.text; by = c.key; fill(); };
-    const head = el("tr", {}, fields.map((c) => el("th", {
+    const sort = (c) => {
+      up = by === c.key ? !up : !!c.text;
+      by = c.key;
+      heads.forEach((h, i) => h.setAttribute("aria-sort", fields[i] !== c ? "none" : up ? "ascending" : "descending"));
+      fill();
+    };
+    const heads = fields.map((c) => el("th", {
       class: `sort${c.text ? "" : " n"}`, tabindex: 0, title: c.help || "sort", onclick: () => sort(c),
-      onkeydown: (e) => { if (e.key === "Enter") e.target.click(); },
-    }, c.name)));
+      onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.target.click(); } },
+    }, c.name));
     fill();
-    return el("div", { class: "scroll" }, el("table", { id }, el("thead", {}, head), body));
+    return el("div", { class: "scroll" }, el("table", { id }, el("thead", {}, el("tr", {}, heads)), body));
   }
   const ms = (v) => (some(v) ? seconds(v / 1e3) : "–");
   function communication(host) {

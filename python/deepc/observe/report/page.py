@@ -38,7 +38,7 @@ def embedded(data: Any) -> str:
 def page(runs: list[dict[str, Any]], *, version: str, theme: str | None = None) -> str:
     """The page of digests (digest.digest) of one or several runs. theme: "light" or "dark"; None: as the reader's
     system."""
-    made = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")  # as the runs' own times
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(r["name"] for r in runs)
     data = {"runs": runs, "version": version, "made": made, "theme": theme}
     parts = {
