@@ -179,6 +179,13 @@ def test_nothing_is_left_behind():
         profiler.get_total_flops()
 
 
+def test_a_forward_that_raises_leaves_no_hooks():
+    model = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError):
+        get_model_profile(model, input_shape=(2, 3), warm_up=0)
+    assert not model._forward_hooks and not model._forward_pre_hooks and "__flops__" not in model.__dict__
+
+
 def test_counts_start_afresh_and_add_up_over_calls():
     model = nn.Linear(4, 4)
     profiler = FlopsProfiler(model)

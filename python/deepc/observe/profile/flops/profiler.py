@@ -277,21 +277,23 @@ def get_model_profile(
     for _ in range(warm_up):
         run(*args, **(kwargs or {}))
     profiler = FlopsProfiler(model, count=False)
-    profiler.start_profile(ignore_list=ignore_modules)
-    run(*args, **(kwargs or {}))
-    durations = [counted(m).__duration__ for m in model.modules()]
-    profiler._count = True
-    profiler.start_profile(ignore_list=ignore_modules)
-    run(*args, **(kwargs or {}))
-    profiler.stop_profile()
-    for module, duration in zip(model.modules(), durations):
-        counted(module).__duration__ = duration
-    found = (
-        get_module_flops(model),
-        get_module_macs(model),
-        counted(model).__params__ + counted(model).__expert_params__,
-    )
-    if print_profile:
-        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    profiler.end_profile()
+    try:
+        profiler.start_profile(ignore_list=ignore_modules)
+        run(*args, **(kwargs or {}))
+        durations = [counted(m).__duration__ for m in model.modules()]
+        profiler._count = True
+        profiler.start_profile(ignore_list=ignore_modules)
+        run(*args, **(kwargs or {}))
+        profiler.stop_profile()
+        for module, duration in zip(model.modules(), durations):
+            counted(module).__duration__ = duration
+        found = (
+            get_module_flops(model),
+            get_module_macs(model),
+            counted(model).__params__ + counted(model).__expert_params__,
+        )
+        if print_profile:
+            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    finally:  # a forward that raises leaves no hooks behind
+        profiler.end_profile()
     return (number_to_string(found[0]), macs_to_string(found[1]), params_to_string(found[2])) if as_string else found

@@ -106,22 +106,22 @@ def _summary(profiler: Any) -> list[tuple[str, Any]]:
     flops, macs, params = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
     timers = engine.get_wall_clock_timers() if engine is not None else {}
     rows: list[tuple[str, Any]] = []
-    micro_batches = 1
+    micro_batches = shards = 1
     if engine is not None:
-        micro_batches = engine.gradient_accumulation_steps()
+        micro_batches, shards = engine.gradient_accumulation_steps(), engine.mesh.tp
         rows += [
-            ("world size: ", engine.world_size),
-            ("data parallel size: ", engine.world_size),
-            ("model parallel size: ", 1),
+            ("world size: ", engine.everyone.world),
+            ("data parallel size: ", engine.mesh.dp),
+            ("model parallel size: ", shards),
             ("batch size per GPU: ", engine.train_micro_batch_size_per_gpu()),
         ]
     forward = timers["fwd"] / 1000 / micro_batches if timers else profiler.get_total_duration()
     rows += [
         ("params per GPU: ", params_to_string(params)),
-        ("params of model = params per GPU * mp_size: ", params_to_string(params)),
+        ("params of model = params per GPU * mp_size: ", params_to_string(params * shards)),
         ("fwd MACs per GPU: ", macs_to_string(macs)),
         ("fwd flops per GPU: ", number_to_string(flops)),
-        ("fwd flops of model = fwd flops per GPU * mp_size: ", number_to_string(flops)),
+        ("fwd flops of model = fwd flops per GPU * mp_size: ", number_to_string(flops * shards)),
         ("fwd latency: ", duration_to_string(forward)),
         ("fwd FLOPS per GPU = fwd flops per GPU / fwd latency: ", flops_to_string(_rate(flops, forward))),
     ]
@@ -137,7 +137,7 @@ def _step_rows(
     backward, step = timers["bwd"] / 1000 / micro_batches, timers["step"] / 1000
     whole = micro_batches * (forward + backward) + step
     times = "" if micro_batches == 1 else f"{micro_batches} micro-batches * "
-    samples = engine.train_micro_batch_size_per_gpu() * engine.world_size * micro_batches
+    samples = engine.train_batch_size()
     return [
         ("bwd latency: ", duration_to_string(backward)),
         (
