@@ -930,6 +930,19 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, warnings_of):
     assert len(warnings_of) == 1 and str(tmp_path / "file" / "run") in warnings_of[0]
 
 
+def test_other_files_of_a_folder_that_cannot_be_made_end_no_training(tmp_path, warnings_of, monkeypatch, capsys):
+    """The flops profile and the communication of a rank."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("deepc.observe.profile.scheduled._COMMS_EVERY_S", 0.0)
+    flops = {"enabled": True, "profile_step": 1}
+    engine = make_engine(tmp_path / "file" / "run", comms_logger={"enabled": True}, flops_profiler=flops)
+    train(engine, 3)
+    engine.destroy()
+    for name in ("flops.txt", "comms.rank0.json"):
+        assert [w for w in warnings_of if name in w and "training goes on" in w], warnings_of
+    assert len(warnings_of) == 3 and engine.global_steps == 3
+
+
 def test_a_missing_package_is_said(monkeypatch, warnings_of):
     import importlib.util
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from .flops.profiler import FlopsProfiler
 from .probe import Listener, Probe, run_folder
 
 _COMMS_EVERY_S = 30.0
+_log = logging.getLogger("deepc")
 
 
 class FlopsAtStep(Listener):
@@ -62,9 +65,9 @@ class FlopsAtStep(Listener):
         )
         folder = run_folder(engine._config)
         if folder and not s.output_file:
-            self._profiler.print_model_profile(
-                engine.global_steps, s.module_depth, s.top_modules, s.detailed, os.path.join(folder, "flops.txt")
-            )
+            path = os.path.join(folder, "flops.txt")
+            with _worth_no_run(path):
+                self._profiler.print_model_profile(engine.global_steps, s.module_depth, s.top_modules, s.detailed, path)
 
     def close(self) -> None:
         self._profiler.end_profile()
@@ -76,6 +79,7 @@ class CommsFile(Listener):
     def __init__(self, engine: Any, folder: str) -> None:
         self._path = os.path.join(folder, f"comms.rank{engine.everyone.rank}.json")
         self._written = time.monotonic()
+        self._failed = False
         atexit.register(self._at_exit)
 
     def end(self, name: str, now: int, stepped: bool) -> None:
@@ -85,9 +89,14 @@ class CommsFile(Listener):
     def _write(self) -> None:
         from ...comm.calls import logger
 
+        if self._failed:
+            return
         self._written = time.monotonic()
         found = {**(logger.log_all(print_log=False, return_dict=True) or {}), "lost": logger.lost}
-        write_json(self._path, found)
+        self._failed = True
+        with _worth_no_run(self._path):
+            write_json(self._path, found)
+            self._failed = False
 
     def _at_exit(self) -> None:
         with contextlib.suppress(Exception):  # the process ends: what is half gone by now must not change how
@@ -96,6 +105,15 @@ class CommsFile(Listener):
     def close(self) -> None:
         atexit.unregister(self._at_exit)
         self._write()
+
+
+@contextlib.contextmanager
+def _worth_no_run(path: str) -> Iterator[None]:
+    """A file of the run folder that can't be written is said, as of the folder's others, and training goes on."""
+    try:
+        yield
+    except OSError as exc:
+        _log.warning(f"{path} can't be written, so it is missing or old, and training goes on: {exc}")
 
 
 def write_json(path: str, value: Any) -> None:
