@@ -689,7 +689,9 @@ def test_peaks(monkeypatch):
         counts.known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
         and counts.known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     )
-    assert counts.known_peak("Something else", torch.float32) is None
+    for other in ("Something else", "NVIDIA RTX A4000", "Quadro T400"):  # no A40, no T4
+        assert counts.known_peak(other, torch.float32) is None
+    assert counts.known_peak("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     assert counts.measured_peak(torch.float32, torch.device("cpu"), 0.001) > 1e8

@@ -10,6 +10,7 @@ profiler."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -180,6 +181,7 @@ _GPUS = (
     ("B200", 2250.0, 75.0),
     ("GB200", 2250.0, 75.0),
     ("H200", 989.0, 67.0),
+    ("GH200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
     ("H100 NVL", 835.0, 60.0),
     ("H100", 989.0, 67.0),
@@ -205,7 +207,7 @@ _GPUS = (
 def known_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU by its name; None if it is not in the table."""
     for part, half, single in _GPUS:
-        if part in device_name:
+        if re.search(rf"\b{re.escape(part)}\b", device_name):  # an A4000 is no A40
             tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
             return (single if dtype == torch.float32 and not tf32 else half / 2 if tf32 else half) * 1e12
     return None
