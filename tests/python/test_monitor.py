@@ -24,7 +24,7 @@ from deepc.core.telemetry import waits
 from deepc.engine.data import TimedLoader
 from deepc.errors import ArgumentError, ConfigError
 from deepc.observe.monitor import MonitorMaster, counts, experiments, line, sinks, tiers
-from ranks import placed, run_ranks
+from ranks import for_this_job, placed, run_ranks
 from tiny import TinyGPT, config, make_batch, make_model
 from torch import nn
 
@@ -645,7 +645,7 @@ class Table(nn.Embedding):
         super().__init__(61, 16)
 
 
-def tied_figure(rank, world):
+def tied_figure(rank, world, folder=None):
     from deepc.pipe import PipelineModule, TiedLayerSpec
 
     def head(table, x):
@@ -657,15 +657,23 @@ def tied_figure(rank, world):
     parts = [TiedLayerSpec("table", Table), nn.Linear(16, 16), nn.Linear(16, 16)]
     parts.append(TiedLayerSpec("table", Table, forward_fn=head))
     model = PipelineModule(layers=parts, num_stages=world, loss_fn=loss, partition_method="uniform")
-    cfg = {**config(0, micro=2, gas=1), "deepc": {"log": {"format": "none"}}}
+    cfg = {**config(0, micro=2, gas=1), "deepc": {"log": {"format": "none"}, "run_dir": folder}}
     engine = deepc.initialize(model=model, config=cfg)[0]
-    per_token = engine.monitor.flops_per_token
+    per_token, asked = engine.monitor.flops_per_token, []
+    for_this_job(counts, "job_peak", lambda *of: asked.append(of[2:]) or 1.0)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    engine.train_batch(iter([(tokens, tokens)]))
+    engine.monitor._averaged()
     engine.destroy()
+    assert asked == [(2, 1, 2)]  # ranks on the node, nodes, ranks: of all stages, whose FLOPs they have
     return per_token
 
 
-def test_a_head_that_is_tied_to_another_stages_table_multiplies():
-    assert run_ranks(tied_figure, 2) == [6 * (2 * (16 * 16 + 16) + 61 * 16)] * 2
+def test_a_head_that_is_tied_to_another_stages_table_multiplies(tmp_path):
+    assert run_ranks(tied_figure, 2, args=(str(tmp_path),)) == [6 * (2 * (16 * 16 + 16) + 61 * 16)] * 2
+    told = json.loads((tmp_path / "run.json").read_text())  # of the whole model
+    assert (told["ranks"], told["nodes"], told["ranks_per_node"]) == (2, 1, 2)
+    assert told["model"]["parameters"] == told["model"]["trainable"] == 2 * (16 * 16 + 16) + 61 * 16
 
 
 def test_the_steps_of_the_whole_run(tmp_path):

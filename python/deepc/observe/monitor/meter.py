@@ -61,6 +61,7 @@ class Meter(Listener):
         self._count_tokens = counts.TokenCounter(counts.is_encoder_decoder(engine.module))
         # Of a pipeline its whole, since only the first stage sees tokens. Else made at the first step that has some.
         self._token_flops = self._of_all_stages() if engine.mesh.pp > 1 else None
+        self.elements, self.trained = self._model_size()
         self._flops_a_step: float | None = None  # of this rank, given by the profiler or the user
         self._flops_a_token: float | None = None
         self._flops_a_sample: float | None = None
@@ -449,10 +450,9 @@ class Meter(Listener):
     def _averaged(self) -> dict[str, Any]:
         """The last step, with rates, times and waits over the steps since the last line."""
         if self._peak is None and self._now.get("tflops"):
-            engine, plan = self._engine, self._engine.plan
-            self._peak = counts.job_peak(
-                engine.dtype, engine.device, plan.ranks_per_node, plan.nodes, engine.everyone.world
-            )
+            engine, together = self._engine, self._engine.everyone.ranks_per_node
+            nodes = self._world // together
+            self._peak = counts.job_peak(engine.dtype, engine.device, together, nodes, self._world)
         sums, record = self._sums, {**self._now, **self._ahead()}
         record.update(sums.rates(self._peak))
         if self._own:
@@ -605,6 +605,27 @@ class Meter(Listener):
         if self._token_flops is None:
             self._token_flops = self._estimate_flops()
         return self._token_flops
+
+    def _model_size(self) -> tuple[int, int]:
+        """Elements of the parameters of the whole model, and of those that are trained. Collective where ranks hold
+        different parts of it."""
+        engine, mesh = self._engine, self._engine.mesh
+        named, plan = dict(engine.module.named_parameters()), engine.plan
+        of_all = mesh.coordinates(self._rank)
+
+        def counts_here(name: str) -> bool:
+            """What several tensor or expert ranks hold alike is the first one's."""
+            p = id(named.get(name))
+            return (of_all.tp == 0 or p in engine.cuts) and (of_all.ep == 0 or p in engine.spread)
+
+        mine = [(p.numel, p.numel * (p.index is not None)) for p in plan.params if counts_here(p.name)]
+        total = [sum(column) for column in zip((0, 0), *mine)]
+        if engine.parts is not None:
+            parts = [mesh.rank(pp=s, tp=t) for s in range(mesh.pp) for t in range(mesh.tp)]
+            firsts = [r for part in parts for r in mesh.group("ep", part)]
+            rows = engine.everyone.gather_all(torch.tensor(total, dtype=torch.float64, device="cpu"))
+            total = rows[firsts].sum(0).tolist()
+        return int(total[0]), int(total[1])
 
     def _of_all_stages(self) -> counts.TokenFlops:
         """The sum over the ranks of this rank's pipeline. Collective."""

@@ -35,14 +35,14 @@ def _private_before(engine: Any) -> int | None:
     if engine.first_step is None:
         return None
     before: int = engine.first_step.before["rss_bytes"]
-    ranks: int = engine.world_size
+    ranks: int = engine.everyone.world
     return max(0, before - tiers.read_status().get("file", 0)) * ranks
 
 
 def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
     """began: seconds since the epoch at time 0 of the records."""
-    config, plan = engine._config, engine.plan
-    trained = sum(p.numel for p in plan.params if p.index is not None)
+    config, everyone = engine._config, engine.everyone
+    plan = engine.plan  # of this rank's part of the model
     return {
         "started": datetime.datetime.fromtimestamp(began, datetime.timezone.utc).isoformat(timespec="seconds"),
         "began": began,
@@ -51,15 +51,15 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",
         "host": socket.gethostname(),
-        "ranks": engine.world_size,
-        "nodes": plan.nodes,
-        "ranks_per_node": plan.ranks_per_node,
+        "ranks": everyone.world,
+        "nodes": everyone.world // everyone.ranks_per_node,
+        "ranks_per_node": everyone.ranks_per_node,
         "device": plan.device,
         "threads": torch.get_num_threads(),
         "model": {
             "class": type(engine.module).__name__,
-            "parameters": sum(p.numel for p in plan.params),
-            "trainable": trained,
+            "parameters": meter.elements,
+            "trainable": meter.trained,
             "flops_per_token": meter.flops_per_token,
         },
         "stage": plan.stage,
