@@ -4,6 +4,7 @@ failures that must not end training."""
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import math
@@ -194,6 +195,27 @@ def test_starts_that_end_without_a_record_leave_the_clock_of_the_first(tmp_path)
     run = start(800.0, step=1)  # a fresh one
     assert (run["started"], run["began"]) == ("at 800.0", 800.0) and not {"resumed", "earlier"} & set(run)
     assert [r["at"] for r in lines_of(tmp_path / "metrics.jsonl")] == [1.0]
+
+
+def test_short_runs_of_one_second_are_all_kept(tmp_path):
+    for i in range(3):
+        folder = sinks.Folder(tmp_path, {}, 0.0)
+        folder.write([{"step": 1, "at": float(i)}])
+        folder.close()
+        os.utime(folder.path, (1e9, 1e9))
+    kept = [lines_of(p)[0]["at"] for p in tmp_path.glob("metrics*.jsonl")]
+    assert sorted(kept) == [0.0, 1.0, 2.0]
+
+
+def test_a_fork_writes_nothing_of_its_parents(tmp_path):
+    engine = make_engine(tmp_path)
+    train(engine, 2)
+    if (pid := os.fork()) == 0:
+        engine.monitor.close()  # as at the end of every process
+        os._exit(0)
+    os.waitpid(pid, 0)
+    engine.destroy()
+    assert [r["step"] for r in steps_of(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_second_engine_writes_files_of_its_own(tmp_path):
@@ -510,6 +532,14 @@ def test_a_terminal_gets_one_live_line(tmp_path, rich):
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
+def test_the_live_line_says_whose_it_is():
+    stream = io.StringIO()
+    live = sinks.LiveLine(stream, "engine 2: ")
+    live._bar = False  # without rich
+    live.show({"step": 7, "loss": 1.0}, False)
+    assert stream.getvalue().startswith("\rengine 2: step 7")
+
+
 def test_tokens_are_the_first_batch_by_length_integers():
     c = counts.TokenCounter()
     ids = torch.zeros(3, 7, dtype=torch.long)

@@ -48,7 +48,7 @@ class Meter(Listener):
     def __init__(self, engine: Any) -> None:
         global _made
         _made += 1
-        self._engine = weakref.proxy(engine)
+        self._engine, self._pid = weakref.proxy(engine), os.getpid()
         self._config = config = engine._config
         self._rank, self._world = engine.everyone.rank, engine.everyone.world
         self._on_cpu = engine.device.type == "cpu"
@@ -592,7 +592,10 @@ class Meter(Listener):
         self._lines = None
 
     def close(self) -> None:
-        """Writes what is left and closes all sinks."""
+        """Writes what is left and closes all sinks. In a fork of the process it does nothing: the files are its
+        parent's."""
+        if os.getpid() != self._pid:
+            return
         with contextlib.suppress(ReferenceError):
             self.flush()
         self.pause()

@@ -114,14 +114,14 @@ class LiveLine:
         if keep:
             self._say(self._prefix + line.text(record))
         if not (self._bar or (self._bar is None and self._start_bar())):
-            width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r{line.text(record, width)}\x1b[K")
+            width = shutil.get_terminal_size().columns - 1 - len(self._prefix)
+            self._stream.write(f"\r{self._prefix}{line.text(record, width)}\x1b[K")
             self._stream.flush()
             self._drawn = True
             return
         total = record.get("total_steps")
         bar: Any = self._bar
-        columns = bar.console.width - (25 if total else 1)
+        columns = bar.console.width - (25 if total else 1) - len(self._prefix)
         bar.update(
             self._task,
             total=total,
@@ -263,7 +263,9 @@ class Folder(Sink):
         resumed = had and first_step > 1
         if had and not resumed:
             mark = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self.path.stat().st_mtime))
-            os.replace(self.path, self.path.with_name(f"{self.path.stem}.before-{mark}.jsonl"))
+            names = (f"{self.path.stem}.before-{mark}{more}.jsonl" for more in ("", *(f"-{n}" for n in range(2, 1000))))
+            aside = next(p for name in names if not (p := self.path.with_name(name)).exists())  # of the same second
+            os.replace(self.path, aside)
         if resumed and self._earlier.get("began"):
             self._shift = max(0.0, self._began - float(self._earlier["began"]))
             self._info = {
