@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import deepc
+import numpy as np
 import pytest
 import torch
 from deepc.config import Config
@@ -922,6 +923,24 @@ def test_own_scalars(tmp_path):
     engine.destroy()
     (r,) = [r for r in lines_of(tmp_path / "metrics.jsonl") if r.get("event") == "log"]
     assert r["scalars"] == {"acc": 0.25, "n": 3.0} and r["step"] == 1
+
+
+def test_own_scalars_are_what_they_were_when_they_were_logged(tmp_path):
+    """Sums that the script goes on adding to, in place."""
+    engine = make_engine(tmp_path)
+    total, seen = torch.zeros(()), np.zeros(1)
+    for i in range(3):
+        total += i
+        seen += 2
+        engine.log({"total": total, "seen": seen})
+        train(engine, 1, start=i)
+    for bad in ({"x": torch.tensor(1j)}, {"x": np.array("text")}, {"x": 10**400}):
+        with pytest.raises(ArgumentError, match="engine.log takes .* got 'x'"):
+            engine.log(bad)
+    engine.destroy()
+    logged = [r["scalars"] for r in lines_of(tmp_path / "metrics.jsonl") if r.get("event") == "log"]
+    assert logged == [{"total": t, "seen": n} for t, n in ((0.0, 2.0), (1.0, 4.0), (3.0, 6.0))]
+    assert len(steps_of(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_monitor_master_takes_deepspeeds_forms(tmp_path):

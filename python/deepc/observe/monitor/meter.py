@@ -461,7 +461,7 @@ class Meter(Listener):
         if self._engine.auto_precision is not None:
             record["mode"] = self._engine.precision
         if self._scalars:
-            record["scalars"] = {k: _number(k, v) for k, v in self._scalars.items()}
+            record["scalars"] = {k: _number(v) for k, v in self._scalars.items()}
         return record
 
     # ---- time left ---------------------------------------------------------------------------------------------------
@@ -509,15 +509,19 @@ class Meter(Listener):
         return self._flops_of_a_token().constant
 
     def log(self, scalars: Mapping[str, Any]) -> None:
-        """The user's own numbers (0-d tensors are read later): to the trackers and metrics.jsonl, and the last ones of
-        each name on the next line."""
+        """The user's own numbers, as they are now (0-d tensors of a GPU are read later): to the trackers and
+        metrics.jsonl, and the last ones of each name on the next line."""
+        kept = {}
         for name, value in scalars.items():
-            if not isinstance(name, str) or not _is_number(value):
+            try:
+                if not isinstance(name, str) or not _is_number(value):
+                    raise TypeError
+                kept[name] = _as_it_is(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
                 raise ArgumentError(
                     f"engine.log takes {{name: number}}, got {name!r}: {type(value).__name__}; a number, a tensor or an"
-                    " array of one element is meant"
-                )
-        kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+                    f" array of one element is meant{f' ({exc})' if str(exc) else ''}"
+                ) from None
         self._scalars.update(kept)
         if self._writes:
             engine = self._engine
@@ -571,7 +575,7 @@ class Meter(Listener):
         records, self._pending = self._pending, []
         for r in records:
             if r.get("event") == "log":
-                r["scalars"] = {k: _number(k, v) for k, v in r["scalars"].items()}
+                r["scalars"] = {k: _number(v) for k, v in r["scalars"].items()}
             elif not r.get("event"):
                 r.update(self._ahead() if r is self._now else {})
         self._guard.write(records)
@@ -706,11 +710,18 @@ class _Sums:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) or getattr(value, "size", None) == 1
 
 
-def _number(name: str, value: Any) -> float:
+def _as_it_is(value: Any) -> Any:
+    """A copy: the script may go on adding to its own. That of a tensor on a device is there, so that nothing waits."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().clone()
+    return _number(value)
+
+
+def _number(value: Any) -> float:
     return float(value.item() if hasattr(value, "item") else value)
 
 
