@@ -732,3 +732,37 @@ class TestRefusals:
 
         with pytest.raises(ConfigError, match="no torch.nn.ModuleList"):
             deepc.initialize(model=nn.Linear(3, 3), config=config("1GB"))
+
+
+class InPlace(nn.Module):
+    """Blocks that write into what they get: autograd takes that without a checkpoint."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x, *, other=None):
+            (x if other is None else other).add_(self.shift)
+            return x + torch.tanh(self.lin(x))
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.first, self.blocks, self.named = nn.Linear(8, 8), nn.ModuleList(self.Block() for _ in range(3)), named
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, other=x * 1.0) if self.named else block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_block_that_changes_what_it_gets_is_an_error(named):
+    """Gradients were silently those of other values."""
+    model, x = InPlace(named), torch.randn(4, 8)
+    by = Recomputation(model, 10**9)
+    with pytest.raises(ConfigError, match="forward of Block has changed a tensor that it was given"), by.around(x):
+        model(x)
+    model(x).backward()  # without a budget it trains
+    by.close()

@@ -32,10 +32,14 @@ class Changed:
 
 
 class Before:
-    """The buffers of a block's modules before one of its calls, as far as the call changes them."""
+    """The buffers of a block's modules before one of its calls, as far as the call changes them. given: the tensors
+    that the block gets, which it must leave as they are."""
 
-    def __init__(self, changed: Changed, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, changed: Changed, modules: Sequence[torch.nn.Module], given: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._changed, self.modules = changed, modules
+        self._given = [(t, _version(t)) for t in given]
         # a module, its buffer's name, the buffer, its version, and a copy where it changes or may
         self._had: list[tuple[torch.nn.Module, str, torch.Tensor | None, int, torch.Tensor | None]] = []
         self._kept: list[tuple[torch.nn.Module, str, torch.Tensor | None]] = []
@@ -60,7 +64,16 @@ class Before:
 
     @private.uncompiled
     def end(self) -> None:
-        """It has ended. ConfigError where it has written into a buffer of which nobody expected it."""
+        """It has ended. ConfigError where it has written into a buffer of which nobody expected it, or into what it
+        was given: computed again it would find that, and autograd does not look at what a checkpoint keeps."""
+        given, self._given = self._given, []  # nothing is held by this
+        if any(_version(t) != version for t, version in given):
+            kind = type(self.modules[0]).__name__ if self.modules else "a block"
+            raise ConfigError(
+                f"activation_checkpointing.budget: a forward of {kind} has changed a tensor that it was given in place;"
+                " computed again it would find other values. Write it out of place (x = x + y for x += y,"
+                " inplace=False of its first module), or remove the key"
+            )
         found: dict[torch.nn.Module, set[str]] = {m: set() for m in self.modules if self._changed.names(m) is None}
         # All of a module's if it changes one: another may have kept its values by chance (the mean of a batch of
         # zeros), and kernels write without a version.

@@ -254,9 +254,12 @@ class Recomputation:
         if isinstance(now, Choice):
             if k < len(now.recomputed) and not now.recomputed[k]:
                 return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
-            return _checkpoint(Before(self._changed, _modules_of(function)), function, args)
-        before = now.before[k] = Before(self._changed, _modules_of(function))
+            return _checkpoint(self._before(function, args), function, args)
+        before = now.before[k] = self._before(function, args)
         return _checkpoint(before, functools.partial(now.call, k, function), args)
+
+    def _before(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Before:
+        return Before(self._changed, _modules_of(function), tensors_of(function, args))
 
 
 def _twice(found: str, how: str) -> ConfigError:
