@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import pickle
 import random
 import weakref
 
@@ -765,4 +766,14 @@ def test_a_block_that_changes_what_it_gets_is_an_error(named):
     with pytest.raises(ConfigError, match="forward of Block has changed a tensor that it was given"), by.around(x):
         model(x)
     model(x).backward()  # without a budget it trains
+    by.close()
+
+
+def test_a_whole_model_can_be_saved():
+    model = Blocks()
+    by = Recomputation(model, 10**9)
+    for copied in (copy.deepcopy(model), *(pickle.loads(pickle.dumps(model, n)) for n in (2, 5))):
+        assert [type(b) for b in copied.blocks] == [Blocks.Block] * 4
+        assert not any(isinstance(v, Hand) for b in copied.blocks for v in b.__dict__.values())
+        assert copied(torch.ones(2, 8)).requires_grad
     by.close()

@@ -94,6 +94,21 @@ class _Asks(torch.nn.Module):
         own = super().forward
         return own(*args, **kwargs) if hand is None else hand(own, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and what is pickled (torch.save of a whole model) are of the block's own class: nobody finds this one
+        under its name."""
+        found = super().__reduce_ex__(protocol)
+        if not isinstance(found, tuple):
+            return found
+        asking, kind = type(self), type(self).__mro__[2]
+        make, args, state, *more = (*found, None) if len(found) == 2 else found
+        if getattr(make, "__name__", "") == "__newobj__":  # pickle wants it with the object's own class
+            make = kind.__new__
+        args = tuple(kind if a is asking else a for a in args)
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k != _HAND}
+        return (kind if make is asking else make, args, state, *more)
+
 
 _asking_kinds: dict[type, type[torch.nn.Module]] = {}
 
