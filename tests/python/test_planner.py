@@ -81,6 +81,12 @@ def test_a_wrong_cluster_says_what(change, said):
         Cluster.of({"nodes": [A100], **change})
 
 
+def test_precisions_that_attainable_leaves_out_have_the_default():
+    """They had all that is on the box."""
+    some = cluster({**A100, "attainable": {"bf16": 0.6}}).nodes[0].flops
+    assert (some["bf16"], some["fp32"]) == (0.6 * 312e12, 0.7 * 19.5e12)
+
+
 def test_models_have_their_published_sizes():
     """Parameters in billions."""
     published = {"gpt2": 0.124, "gpt2-xl": 1.56, "gpt3-175b": 175, "gpt-1t": 1008, "llama2-7b": 6.74, "llama2-70b": 69}

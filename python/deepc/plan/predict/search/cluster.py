@@ -347,7 +347,7 @@ def _nodes(given: Any, what: str, name: str, network: Mapping[str, Any]) -> Node
     for precision, value in flops.items():
         if precision not in ("fp32", "bf16", "fp16"):
             raise ArgumentError(f"{what}: flops.{precision}: precisions are fp32, bf16, fp16")
-        one = share.get(precision, 1.0) if isinstance(share, Mapping) else share
+        one = share.get(precision, _COMMON["attainable"]) if isinstance(share, Mapping) else share
         part_of = quantity(one, f"{what}: attainable", "number")
         if not 0 < part_of <= 1:
             raise ArgumentError(f"{what}: attainable {part_of:g} must be above 0 and at most 1")
