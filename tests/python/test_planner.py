@@ -284,6 +284,10 @@ def test_unequal_nodes_get_work_in_proportion():
     fast = case_of(cluster(*nodes, network={"bandwidth": "1 TB/s"}), NAMED["gpt3-6.7b"], 96, "fp16")
     stages, micro = price(fast, lay).stages()
     assert sum(micro) == 96 and micro[0] >= 2 * micro[-1] > 0
+    assert set(price(fast, lay, uneven=False).stages()[1]) == {6}
+    found = search(fast, Space(dp=16, micro=1, stages=(3,), uneven=False))
+    shown = told.text(found) + page.html(found)
+    assert "in proportion" not in shown and "plan with --even" not in shown
     # over a slow network the reductions that go with each micro-batch take longer than unequal shares save
     assert set(price(case, lay).stages()[1]) == {6}
     assert price(case, lay).cost.step == price(case, lay, uneven=False).cost.step

@@ -176,11 +176,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A layout with its cost."""
+    """A layout with its cost. uneven: as of Space, which says how it was priced."""
 
     case: Case
     layout: Layout
     cost: Cost
+    uneven: bool = True
 
     @property
     def tokens_per_second(self) -> float:
@@ -192,9 +193,9 @@ class Predicted:
         rate = sum(n.count * n.ranks * n.flops[self.case.precision] for n in self.case.cluster.nodes)
         return self.case.model.flops() * self.case.batch / self.cost.step / rate
 
-    def stages(self, uneven: bool = True) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    def stages(self) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
         """Its stages along the model, and the micro-batches of each of the dp replicas."""
-        return _explained(self.case, self.layout, uneven)[1:]
+        return _explained(self.case, self.layout, self.uneven)[1:]
 
     def timeline(self) -> tuple[Schedule, Timeline] | None:
         """The pipeline's schedule with the times of its stages; None for more actions than a picture has."""
@@ -259,7 +260,7 @@ def _explained(case: Case, layout: Layout, uneven: bool) -> tuple[Cost, tuple[St
 
 def price(case: Case, layout: Layout, uneven: bool = True) -> Predicted:
     """What one layout costs. ArgumentError says why the model or the cluster can't have it."""
-    return Predicted(case, layout, _explained(case, layout, uneven)[0])
+    return Predicted(case, layout, _explained(case, layout, uneven)[0], uneven)
 
 
 def search(case: Case, space: Space | None = None, keep: int = 8) -> Found:
@@ -277,7 +278,7 @@ def search(case: Case, space: Space | None = None, keep: int = 8) -> Found:
         )
 
     def of(f: _lib.PlannerFound) -> Predicted:
-        return Predicted(case, Layout.of(f.layout), _cost(f.cost))
+        return Predicted(case, Layout.of(f.layout), _cost(f.cost), space.uneven)
 
     best = tuple(of(f) for f in found[: told.found])
     return Found(best, told.visited, of(told.fastest), of(told.closest))
