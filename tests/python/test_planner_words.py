@@ -195,6 +195,23 @@ def test_words_of_models(refused, model, said):
     assert said in refused(model=model)
 
 
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[1]", ("m.json: expected an object", "got a list")),
+        ('{"model_type": "x"}', ("error: model ", "m.json: the config has none of hidden_size")),
+        ("{", ("no JSON",)),
+        # half of its blocks were planned for
+        ('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 64}', ("is_encoder_decoder is true", "layers=")),
+    ],
+)
+def test_words_of_a_models_file(refused, tmp_path, text, said):
+    (tmp_path / "m.json").write_text(text)
+    cluster = {"nodes": [{"type": "a100-80gb", "ranks": 8, "memory": {"host": "1 TiB"}}]}
+    shown = refused(model=str(tmp_path / "m.json"), text=json.dumps(cluster), name="cluster.json")
+    assert [s for s in said if s not in shown] == [] and ("no JSON" in shown) == (text == "{"), shown
+
+
 def test_units_are_those_of_what_is_described():
     for value, kind, found in (
         ("100 GB/s", "rate", 1e11), ("80 GiB", "bytes", 80 * 2**30), ("312 TFLOP/s", "flops", 312e12),

@@ -253,9 +253,14 @@ def _from_text(text: str) -> Model:
             " layers=12,hidden=768,heads=12,vocab=50257,seq=1024"
         )
     try:
-        return from_config(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError) as exc:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
         raise ArgumentError(f"model {text}: no JSON: {exc}") from exc
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            f"model {text}: expected an object, as in a transformers config.json; got a {type(config).__name__}"
+        )
+    return from_config(config, str(path))
 
 
 def _from_sizes(text: str) -> Model:
@@ -289,6 +294,12 @@ def from_config(config: Mapping[str, Any], name: str = "") -> Model:
         return default
 
     kind = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder"):
+        raise ArgumentError(
+            f"model {name or kind}: is_encoder_decoder is true, and a model of an encoder and a decoder is not planned"
+            " for: its config would count as one of them. Give the sizes of equal blocks that come near it:"
+            " layers=24,hidden=1024,heads=16,vocab=32128,seq=512"
+        )
     gated = kind in _GATED or str(config.get("hidden_act", "")) in ("silu", "swiglu")
     hidden = first("hidden_size", "n_embd", "d_model")
     heads = first("num_attention_heads", "n_head", "num_heads")
