@@ -25,7 +25,7 @@ from deepc.plan.layout import Layout
 from deepc.plan.mesh import Mesh
 from deepc.plan.plan import Plan
 from deepc.plan.predict import dryrun
-from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, state_rows
+from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, refuse_if_too_big, state_rows
 from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
 from programs import run_python
 from ranks import RankFailure, run_ranks  # noqa: F401
@@ -509,6 +509,29 @@ def test_states_alone_are_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "available", lambda: 1 << 20)
     with pytest.raises(OutOfMemoryError, match="What would fit"):
         deepc.initialize(model=make_model(width=128, layers=4), config=config(0, micro=8))
+
+
+def refused_for_states(rank: int, world: int, rooms: list[int]) -> str:
+    return memory_runs.refusal(rooms[rank], model=make_model(width=128, layers=4), config=config(1, micro=4))
+
+
+def test_a_rank_that_has_too_little_for_its_states_is_heard_by_all() -> None:
+    """The others allocated, and waited for it; where one was late, it saw what they had taken and refused."""
+    first, second = run_ranks(refused_for_states, 2, args=([1 << 40, 1 << 20],))
+    assert first.startswith("rank 1: the plan needs") and second.startswith("the plan needs")
+    assert "What would fit" in first and "What would fit" in second
+    assert run_ranks(refused_for_states, 2, args=([1 << 40, 1 << 40],)) == ["", ""]
+
+
+def test_what_changing_the_precision_takes_counts_in_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was to free less than nothing."""
+    raw = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    meta = (ParamMeta("a", (1 << 20, 1 << 10), "float32", 0),)
+    plan = derive(Config.load(raw, world_size=1, device_type="cpu"), meta, Mesh(), Machine())
+    monkeypatch.setattr(memory, "available", lambda: plan.bytes["node_total"] + (1 << 30))
+    refuse_if_too_big(plan, 1 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"the least is .* in bf16, 18.00 GiB: free or add 3.00 GiB"):
+        refuse_if_too_big(plan, 4 << 30)
 
 
 @pytest.mark.parametrize("room, nodes", [(4 << 20, True), (1 << 20, False)])

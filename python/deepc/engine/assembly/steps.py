@@ -19,7 +19,7 @@ from ...config.rules import default_optimizer
 from ...config.tree import Config
 from ...core import cpu, env, memory
 from ...core.ops import dtype_of
-from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
+from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name
 from ...parallel.axes import axis_process_group
@@ -442,7 +442,14 @@ def predict_memory(
         memory.keep_heap()  # before the prediction, which follows what the heap does
         memory.trim_heap()  # what an earlier engine's steps left free is available
     groups = engine.everyone.ranks_per_node // engine.plan.ranks_per_node if engine.parts is not None else 1
-    refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
+    failure: Exception | None = None
+    try:
+        refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
+    except OutOfMemoryError as exc:
+        failure = exc
+    if engine.device.type == "cpu":  # elsewhere none refuses
+        # None allocates before all have looked: what it takes would not be available to those that look later.
+        together(engine.everyone, failure)
     if given.sample_batch is None or engine._config.deepc.memory_plan == "states":
         return
     staged, stage = None, engine.mesh.coordinates(engine.everyone.rank).pp

@@ -30,8 +30,9 @@ def refuse_if_too_big(plan: Plan, further: int = 0, groups: int = 1) -> None:
     need = plan.bytes["node_total"] * groups
     if need + further > have:
         alone = groups == 1
-        fix = (" or ".join(options_by_counts(plan, have)) if alone else "") or (
-            f"nothing on this node; {by_nodes(plan, have)}"
+        room = have - further  # which a change does not make less
+        fix = (" or ".join(options_by_counts(plan, room)) if alone else "") or (
+            f"nothing on this node; {by_nodes(plan, room)}"
             if alone
             else "more stages or tensor-parallel ranks, or bf16"
         )

@@ -127,7 +127,8 @@ def by_nodes(plan: Plan, have: int) -> str:
     """What would take the least on this node, and how many nodes like it have room for that."""
     kinds = ("bf16",) if plan.dtype.itemsize < 4 else ("fp32", "bf16")
 
-    least = _need(plan, 3, kinds[-1], plan.nodes)
+    is_least = plan.stage == 3 and plan.dtype.itemsize < 4
+    least = plan.bytes["node_total"] if is_least else _need(plan, 3, kinds[-1], plan.nodes)
     out = f"the least is zero_optimization.stage 3 in {kinds[-1]}, {least / GIB:.2f} GiB: free or add {(least - have) / GIB:.2f} GiB"  # noqa: E501
     for nodes in range(plan.nodes + 1, 1025):
         kind = next((k for k in kinds if _need(plan, 3, k, nodes) <= have), None)
