@@ -534,6 +534,16 @@ def test_what_changing_the_precision_takes_counts_in_the_advice(monkeypatch: pyt
         refuse_if_too_big(plan, 4 << 30)
 
 
+def test_a_smaller_micro_batch_is_suggested_with_its_accumulation() -> None:
+    """For which gradients have memory of their own: its figures were those without."""
+    model = make_model(width=256, layers=4, context=512)
+    both, one = (make_batch(0, n, context=512) for n in (2, 1))
+    told = {o.change: o.rank_peak for o in estimate(model, config(0, micro=2), both, suggest=True, steps=1).options}
+    with_it, alone = (estimate(model, config(0, micro=1, gas=n), one, steps=1).rank_peak for n in (2, 1))
+    assert with_it > alone + (4 << 20)
+    assert told["micro-batch 1 instead of 2, gradient_accumulation_steps x 2"] == pytest.approx(with_it, rel=0.01)
+
+
 @pytest.mark.parametrize("room, nodes", [(4 << 20, True), (1 << 20, False)])
 def test_where_nothing_fits_the_figures_of_what_would(monkeypatch: pytest.MonkeyPatch, room: int, nodes: bool) -> None:
     monkeypatch.setattr(memory, "available", lambda: room)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def options_of(case: Case, have: int) -> list[Option]:
-    """Changes that exist and their predicted figures, the least intrusive first, then all of them together."""
+    """Changes that exist and their predicted figures, the least intrusive first, then all of them together. A smaller
+    micro-batch comes with as much accumulation, for which gradients have memory of their own."""
     import torch
 
     from ....core.foreign.private import tree_leaves
@@ -62,7 +63,7 @@ def options_of(case: Case, have: int) -> list[Option]:
         least = min(t[2] for t in tries)
         tries.append(("all of these", together, least, any(t[3] for t in tries)))
     for name, change, take, recompute in tries:
-        option = _try(case, name, change, take if take != rows else None, recompute, have)
+        option = _try(case, name, change, rows, take, recompute, have)
         if option is not None:
             out.append(option)
     return out
@@ -75,8 +76,10 @@ def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _try(case: Case, name: str, change: dict[str, Any], rows: int | None, recompute: bool, have: int) -> Option | None:
-    """None if the change can't be made to this model or configuration."""
+def _try(
+    case: Case, name: str, change: dict[str, Any], rows: int, take: int, recompute: bool, have: int
+) -> Option | None:
+    """None if the change can't be made to this model or configuration. take: of the `rows` samples of a micro-batch."""
     from dataclasses import replace
 
     from .. import dryrun
@@ -86,7 +89,9 @@ def _try(case: Case, name: str, change: dict[str, Any], rows: int | None, recomp
         config = Config.load(
             raw, world_size=case.ranks_per_node * case.nodes, device_type=case.config.device_type, allow_auto=True
         )
-        batch = case.batch if rows is None else dryrun.first_rows(case.batch, rows)
+        times = -(-rows // take) * (config.gradient_accumulation_steps or 1)
+        config = replace(config, gradient_accumulation_steps=times)
+        batch = case.batch if take == rows else dryrun.first_rows(case.batch, take)
         e = from_dict(dryrun.forked(replace(case, config=config, batch=batch, recompute=recompute).work))
         return Option(name, e.rank_peak, e.node_peak, e.node_peak <= have)
     return None
