@@ -342,6 +342,63 @@ def counted(rank, world, ep, folder, load):
     return found
 
 
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, x):
+        return self.blocks(x).sum()
+
+
+def _other_buffers(rank, world, config, experts):
+    """What `initialize` makes of buffers that differ between ranks."""
+    import deepc
+
+    model = Blocks()
+    if experts:
+        model.moe = MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), EXPERTS, ep_size=2)
+    buffers = {
+        "bool": torch.tensor([rank == 0, True]),
+        "uint8": torch.tensor([rank], dtype=torch.uint8),
+        "complex": torch.tensor([complex(rank)]),
+        "turned": (torch.arange(6.0) + rank).view(2, 3).t(),
+        "expanded": torch.tensor([float(rank)]).expand(3),
+        "sparse": (torch.eye(2) * (rank + 1)).to_sparse(),
+    }
+    for name, b in buffers.items():
+        model.register_buffer(name, b)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    engine = deepc.initialize(model=model, config=config, sample_batch=(torch.ones(1, HIDDEN),))[0]
+    found = {name: getattr(model, name).to_dense().tolist() for name in buffers}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({}, True),
+        (
+            {
+                "tensor_parallel": {
+                    "autotp_size": 2,
+                    "partition_config": {"layer_specs": [{"patterns": ["blocks"], "gather_output": True}]},
+                }
+            },
+            False,
+        ),
+        ({"pipeline": {"stages": 2}}, False),
+    ],
+    ids=["experts", "tensors", "stages"],
+)
+def test_buffers_of_any_kind_are_the_first_ranks_along_every_axis(config, experts):
+    first, second = run_ranks(_other_buffers, 2, config, experts)
+    assert first == second
+    assert (first["bool"], first["expanded"]) == ([True, True], [0.0, 0.0, 0.0])
+    assert (first["turned"][1], first["sparse"]) == ([1.0, 4.0], [[1.0, 0.0], [0.0, 1.0]])
+
+
 def test_buffers_of_spread_experts_are_each_ones_own(tmp_path):
     first, second = run_ranks(counted, 2, 2, str(tmp_path), False)
     assert len(first) == len(second) == 4 and not first.keys() & second.keys()

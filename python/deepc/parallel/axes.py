@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..comm.c10d.tensors import are_fake
 from ..plan.mesh import Mesh
+from ..zero.parameters.gathered import broadcast_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,14 +102,13 @@ class AxisGroup:
         return self.add_up(t.clone())
 
     def spread(self, t: torch.Tensor) -> None:
-        """The first rank's `t` comes to all."""
+        """The first rank's `t`, a parameter's or buffer's, comes to all."""
         if self.size > 1:
-            flat = t.detach()
-            if not flat.is_contiguous():
-                flat = flat.contiguous()
-            dist.broadcast(flat, group_src=0, group=self.process_group)
-            if flat.data_ptr() != t.data_ptr():
-                t.detach().copy_(flat)
+            broadcast_whole(self, t, 0)
+
+    def broadcast(self, t: torch.Tensor, root: int) -> None:
+        """`t` (contiguous) is that of rank `root` of the group."""
+        dist.broadcast(t, group_src=root, group=self.process_group)
 
 
 def without_values(t: torch.Tensor) -> bool:

@@ -184,13 +184,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
         return mesh
     group = expert_group(mesh)
     for t in (*module.parameters(), *module.buffers()) if whole else ():
-        if (
-            id(t) not in engine.spread
-            and t.numel()
-            and not t.is_meta
-            and t.layout == torch.strided
-            and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
-        ):
+        if id(t) not in engine.spread and not t.is_meta:
             group.spread(t)  # those with the same experts take what the first of them has
     engine.shared_gradients = SharedGradients(engine.spread, group, engine._config)
     if engine.part is None:  # a pipeline's engine does it once a batch

@@ -529,18 +529,7 @@ def place_buffers(engine: EngineBase) -> None:
                 b.data = b.data.to(device=engine.device, dtype=wanted)
     if engine.world_size > 1:
         for _, b in engine.module.named_buffers():
-            if b.numel():
-                if b.layout != torch.strided:
-                    whole = b.to_dense()
-                    gathered.broadcast_bytes(engine.group, whole, 0)
-                    b.data = whole.to_sparse(layout=b.layout)
-                    continue
-                flat = b.data.contiguous().view(-1)
-                gathered.broadcast_bytes(engine.group, flat, 0)
-                if any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape)):
-                    b.data = flat.view(b.shape)  # expanded: it can't be written
-                elif flat.data_ptr() != b.data_ptr():
-                    b.data.copy_(flat.view(b.shape))
+            gathered.broadcast_whole(engine.group, b, 0)
     engine.step_policy.cast_buffers()
 
 

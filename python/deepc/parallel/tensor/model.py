@@ -74,10 +74,10 @@ def cut_model(
     same_state(group)
     seen: set[int] = set()
     for t in (*model.parameters(), *model.buffers()):
-        if id(t) not in seen and t.numel():
+        if id(t) not in seen:
             seen.add(id(t))
             if not is_zero_param(t):  # zero.Init: the first rank's already, in memory that ranks share
-                group.spread(t.data)
+                group.spread(t)
     summary = TensorSummary(group.size, source or "enable_expert_tensor_parallelism of MoE")
     done: dict[int, Cut] = {}
     regions: dict[str, Region] = {}

@@ -41,7 +41,13 @@ class Whole:
         self.end()
 
 
-def broadcast_bytes(group: Group, tensor: torch.Tensor, root: int) -> None:
+class Broadcasts(Protocol):
+    """Of a comm.groups.Group, or of ranks along an axis of a mesh."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
+
+
+def broadcast_bytes(group: Broadcasts, tensor: torch.Tensor, root: int) -> None:
     """`tensor`, of any dtype and layout, is rank `root`'s. Collective."""
     if tensor.numel() == 0:
         return
@@ -50,6 +56,23 @@ def broadcast_bytes(group: Group, tensor: torch.Tensor, root: int) -> None:
     group.broadcast(wide, root)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat)
+
+
+def broadcast_whole(group: Broadcasts, t: torch.Tensor, root: int) -> None:
+    """A parameter's or buffer's values are rank `root`'s, whatever its dtype and layout: what can't be written where it
+    lies (an expanded or a sparse buffer) gets other memory. Collective."""
+    if t.numel() == 0:
+        return
+    if t.layout != torch.strided:
+        whole = t.to_dense()
+        broadcast_bytes(group, whole, root)
+        t.data = whole.to_sparse(layout=t.layout)
+    elif any(stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape)):
+        whole = t.data.contiguous()
+        broadcast_bytes(group, whole, root)
+        t.data = whole
+    else:
+        broadcast_bytes(group, t.data, root)
 
 
 class SharedMemory(Whole):

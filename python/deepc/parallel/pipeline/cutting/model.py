@@ -23,7 +23,8 @@ from ....errors import ArgumentError, DeepcError, UnsupportedError
 from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
 from ....plan.schedule import Order
-from ....zero.parameters.gathered import is_zero_param
+from ....zero.parameters.gathered import broadcast_whole, is_zero_param
+from ...axes import AxisGroup
 from ...expert.spread import spread_tensors
 from ...judged import refuse_released
 from ..deferred import in_checkpoint
@@ -384,17 +385,13 @@ def take_from_firsts(model: torch.nn.Module, mesh: Mesh) -> None:
     rank that has them has. Collective over all ranks of the mesh."""
     refuse_released(model, "pipeline.stages")
     spread, mine = spread_tensors(model), mesh.coordinates(dist.get_rank()).ep
+    everyone = AxisGroup.of(dist.group.WORLD)
     for t in (*model.parameters(), *model.buffers()):
-        if not t.numel() or is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
+        if is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
             continue
         for number, source in enumerate(mesh.group("ep", 0) if id(t) in spread else (0,)):
-            if id(t) in spread and number != mine:
-                dist.broadcast(torch.empty_like(t, memory_format=torch.contiguous_format), source)
-                continue
-            whole = t.detach().contiguous()
-            dist.broadcast(whole, source)
-            if whole.data_ptr() != t.data_ptr() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
-                t.copy_(whole)
+            others = id(t) in spread and number != mine
+            broadcast_whole(everyone, t.detach().clone() if others else t, source)
 
 
 class _Alone:
