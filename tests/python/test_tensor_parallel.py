@@ -606,3 +606,61 @@ def test_what_can_not_be_is_refused():
     for told in run_ranks(_refusals, 2):
         for want, text in zip(wants, told, strict=True):
             assert want in text
+
+
+class _Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class _ScaledWords(torch.nn.Embedding):
+    def forward(self, ids):
+        return 3 * super().forward(ids)
+
+
+class _Rescaled(_Scaled):
+    """The same forward."""
+
+
+def _refused_modules(rank, world):
+    import deepc
+    from deepc.parallel import tensor
+    from deepc.plan.mesh import Mesh
+    from torch.nn.utils import parametrizations, weight_norm
+
+    deepc.init_distributed()
+    group, told = tensor.tensor_group(Mesh(tp=world)), []
+    for kind, made in (
+        ("column", _Scaled(4, 4)),
+        ("row", _Rescaled(4, 4)),
+        ("vocabulary", _ScaledWords(4, 4)),
+        ("column", parametrizations.weight_norm(torch.nn.Linear(4, 4))),
+        ("row", weight_norm(torch.nn.Linear(4, 4))),
+        ("column", parametrizations.orthogonal(torch.nn.Linear(4, 4))),
+    ):
+        config = {"layer_specs": [{"patterns": ["0"], "partition_type": kind}]}
+        with pytest.raises(deepc.errors.UnsupportedError) as caught:
+            tensor.cut_model(torch.nn.Sequential(made), group, {"partition_config": config})
+        told.append(str(caught.value))
+    for spec, says in (
+        ({"patterns": ".*up"}, r"layer_specs\[0\].patterns = '.\*up': it is a list of texts"),
+        ({"patterns": ["up", None]}, "it is a list of texts"),
+        ({"patterns": ["up"], "model_types": "llama"}, "model_types = 'llama': it is a list of texts"),
+    ):
+        with pytest.raises(deepc.errors.ConfigError, match=says):
+            tensor.cut_model(torch.nn.Linear(4, 4), group, {"partition_config": {"layer_specs": [spec]}})
+    with pytest.raises(deepc.errors.ConfigError, match=r"tp_size=2\), and its .*autotp_size = 4"):
+        deepc.tp_model_init(torch.nn.Linear(4, 4), 2, config={"tensor_parallel": {"autotp_size": 4}})
+    cut = tensor.Cut.even((4, 2), 0, world, rank)
+    with pytest.raises(deepc.errors.ArgumentError, match="reduction='avg'"):
+        tensor.cross_entropy(torch.zeros(1, 2), torch.tensor([1]), cut, group, reduction="avg")
+    row = tensor.RowParallelLinear(4, 3, group=group, split_input=True)
+    row(torch.ones(4)).sum().backward()
+    assert torch.equal(row.bias.grad, torch.ones(3))
+    return told
+
+
+def test_modules_that_compute_more_than_their_class_are_refused():
+    for told in run_ranks(_refused_modules, 2):
+        assert all("has a forward of its own" in text for text in told[:3]), told
+        assert all("its weight is made of other parameters" in text for text in told[3:]), told

@@ -205,7 +205,11 @@ def break_off(model: nn.Module) -> None:
 
 # ---- modules that are there ------------------------------------------------------------------------------------------
 def is_conv1d(module: nn.Module) -> bool:
-    return any(k.__name__ == "Conv1D" and k.__module__ == "transformers.pytorch_utils" for k in type(module).__mro__)
+    return any(map(_is_conv1d, type(module).__mro__))
+
+
+def _is_conv1d(kind: type) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def cut_module(
@@ -277,8 +281,22 @@ def draw_as_layer(adapted: Any, kind: str, region: Region) -> None:
 
 
 def _refuse_replaced(module: nn.Module) -> None:
+    """UnsupportedError for a module of whose computation the class of its shard would leave something out."""
     if "forward" in vars(module):
         raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
+    own = module._deepc_made_of[0] if isinstance(module, _Fused) else type(module)
+    known = next((k for k in own.__mro__ if k in (nn.Linear, nn.Embedding) or _is_conv1d(k)), own)
+    if own.forward is not known.forward:
+        raise UnsupportedError(
+            f"{own.__name__} has a forward of its own beside {known.__name__}'s, of which a shard would know nothing;"
+            " leave it whole (partition_type skip), or put what it adds into a module of its own"
+        )
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None and module._parameters.get(name) is None:
+            raise UnsupportedError(
+                f"its {name} is made of other parameters (a parametrization, weight_norm, spectral_norm, pruning); leave"
+                " it whole (partition_type skip), or make an ordinary parameter of it first"
+            )
 
 
 def replicate_module(module: nn.Module, region: Region, heads: Sequence[int], size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from ...nn.loss import WeightGradient, refuse_graph, rows_per_chunk
+from ...nn.loss import REDUCTIONS, WeightGradient, refuse_graph, rows_per_chunk
 from ..axes import without_values
 from .cut import Cut
 from .group import TensorGroup
@@ -73,6 +73,8 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy of logits [n, this rank's classes] and labels [n] (of all classes, equal on all
     ranks), equal on all ranks. cut: of the head's weight, [classes, ...] along dimension 0."""
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction={reduction!r}: it is one of {', '.join(REDUCTIONS)}")
     check_labels(labels, cut, ignore_index)
     losses: Tensor = _CrossEntropy.apply(logits, labels, cut, group, ignore_index)  # type: ignore[no-untyped-call]
     return _reduced(losses, labels, ignore_index, reduction)

@@ -33,7 +33,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return grad, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -216,6 +216,10 @@ def _of_spec(spec: Mapping[str, Any], where: str, family: str | None) -> list[Ru
     known = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
     if unknown := [k for k in spec if k not in known]:
         raise ConfigError(f"{where}.{unknown[0]} is no key of it; the keys are {', '.join(known)}")
+    for key in ("patterns", "model_types"):
+        given = spec.get(key) or []
+        if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
+            raise ConfigError(f"{where}.{key} = {given!r}: it is a list of texts")
     if (types := spec.get("model_types")) and str(family).lower() not in [str(t).lower() for t in types]:
         return []
     kind = str(spec.get("partition_type", "column")).lower()
@@ -225,10 +229,10 @@ def _of_spec(spec: Mapping[str, Any], where: str, family: str | None) -> list[Ru
         kind = "shared"
     blocks = _blocks(spec, kind, where)
     rules = []
-    for pattern in spec.get("patterns", []):
+    for pattern in spec.get("patterns") or []:
         try:
             re.compile(pattern)
-        except (re.error, TypeError) as exc:
+        except re.error as exc:
             raise ConfigError(f"{where}.patterns: {pattern!r} is no regular expression: {exc}") from None
         rules.append(Rule(f"(?:{pattern}).*", kind, blocks, bool(spec.get("gather_output", False))))
     return rules
@@ -280,7 +284,13 @@ def tp_model_init(
     section = config or {}
     if isinstance(whole := section.get("tensor_parallel"), Mapping):
         section = whole
-    model.__dict__[_ASKED] = {"autotp_size": tp_size, **section}, dtype, _ranks_of(tp_group)
+    if (other := section.get("autotp_size") or tp_size) != tp_size:
+        raise ConfigError(
+            f"tp_model_init(tp_size={tp_size}), and its config has tensor_parallel.autotp_size = {other}; make them equal,"
+            " or leave the key out"
+        )
+    section = {**section, "autotp_size": tp_size}
+    model.__dict__[_ASKED] = section, dtype, _ranks_of(tp_group)
     return model
 
 
