@@ -664,3 +664,36 @@ def test_modules_that_compute_more_than_their_class_are_refused():
     for told in run_ranks(_refused_modules, 2):
         assert all("has a forward of its own" in text for text in told[:3]), told
         assert all("its weight is made of other parameters" in text for text in told[3:]), told
+
+
+def _encoder(rank, world):
+    """How far evaluation is from the whole model's, which takes torch's fast path."""
+    import deepc
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    with torch.no_grad():
+        wanted = model(x), model(x, src_key_padding_mask=padding)
+    rows = [
+        {"patterns": [r"layers\.\d\.linear1"], "partition_type": "column"},
+        {"patterns": [r"layers\.\d\.linear2"], "partition_type": "row"},
+    ]
+    engine = deepc.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": rows}},
+        },
+    )[0]
+    engine.eval()
+    with torch.no_grad():
+        found = engine(x), engine(x, src_key_padding_mask=padding)
+    for got, want in zip(found, wanted):
+        near((got * ~padding[..., None]), (want * ~padding[..., None]))
+    engine.destroy()
+
+
+def test_an_encoder_of_torch_evaluates_what_it_trains():
+    run_ranks(_encoder, 2)
