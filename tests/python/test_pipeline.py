@@ -623,6 +623,13 @@ def _refusals(rank, world):
         refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2, partition_method="type:conv")),
         refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2, schedule="2f2b")),
     ]
+    shared = nn.Linear(4, 4)
+    told += [
+        refused(ArgumentError, lambda: PipelineModule([shared, nn.Linear(4, 4), nn.Tanh(), shared], num_stages=2)),
+        refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2, activation_checkpoint_interval=-1)),
+        refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2).set_checkpoint_interval(1.5)),
+    ]
+    PipelineModule([shared, shared, *specs[:2]], num_stages=2, partition_method="uniform")  # on one rank
     empty = PipelineModule([*specs, torch.relu], num_stages=2, partition_method="type:relu|Linear")
     empty.requires_grad_(rank == 0)
     told.append(
@@ -647,6 +654,9 @@ def test_what_can_not_be_is_refused():
         "1 layer can't be cut into 2",
         "no layer's class matches 'conv'",
         "2f2b",
+        "layers 0 and 3 of PipelineModule share a parameter, and are on the ranks 0 and 1",
+        "activation_checkpoint_interval = -1",
+        "activation_checkpoint_interval = 1.5",
         "pipeline stage 1 has no parameter",
         "ended after 0 of the 2",
         "write iter",
@@ -926,3 +936,57 @@ def _another_number(rank, world):
 def test_a_given_schedule_for_other_micro_batches_is_refused():
     first, second = run_ranks(_another_number, 2)
     assert first == second > 0
+
+
+class _Autocast(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+class _Weighted(nn.Module):
+    """A loss with a parameter, and a buffer that differs between ranks."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("of", torch.tensor(float(rank)))
+
+    def forward(self, out, y):
+        return (out * self.scale - y).square().mean() + 0 * self.of
+
+
+def _of_the_last_stage(rank, world, schedule):
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(_Autocast, 4, 4) for _ in range(4)]
+    model = PipelineModule(
+        layers, num_stages=world, loss_fn=_Weighted(rank), schedule=schedule, seed_layers=True, partition_method="uniform"
+    )
+    draw = torch.Generator().manual_seed(1)
+    data = ((torch.randn(2, 4, generator=draw), torch.randn(2, 4, generator=draw)) for _ in range(4))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
+    }
+    sample = (torch.zeros(2, 4), torch.zeros(2, 4))
+    engine = deepc.initialize(model=model, config=config, sample_batch=sample if schedule == "1f1b" else None)[0]
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    here = [n for n, _ in engine.module.named_parameters() if n.startswith("loss_fn")]
+    whole = engine.module_state_dict()
+    engine.destroy()
+    return losses, here, {n: t.tolist() for n, t in whole.items()}
+
+
+def test_a_losss_parameters_are_the_last_stages_and_autocast_does_not_wait():
+    ((losses, _, whole),) = run_ranks(_of_the_last_stage, 1, "1f1b")
+    for schedule in ("1f1b", "zb-h1"):
+        first, last = run_ranks(_of_the_last_stage, 2, schedule)
+        assert (first[1], last[1]) == ([], ["loss_fn.scale"])
+        assert first[0] == last[0] == pytest.approx(losses, rel=1e-5)
+        for name, values in whole.items():
+            if name != "loss_fn.of":
+                torch.testing.assert_close(torch.tensor(last[2][name]), torch.tensor(values), rtol=1e-4, atol=1e-5)
+        assert first[2] == last[2] and last[2]["loss_fn.of"] == 1.0

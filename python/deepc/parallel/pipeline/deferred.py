@@ -3,8 +3,8 @@ inputs, which the stage before waits for, and leaves the matrix product that mak
 
 Linear layers are found where they are called, whatever module they belong to: F.linear, and addmm as transformers'
 Conv1D calls it. What the weight's gradient needs (inputs, and gradients of outputs) is kept until then. All other
-parameters (norms, embeddings, those with hooks, and what activation checkpointing computes again) get theirs in
-backward."""
+parameters (norms, embeddings, those with hooks, what runs under autocast, and what activation checkpointing computes
+again) get theirs in backward."""
 
 from __future__ import annotations
 
@@ -67,7 +67,12 @@ class Deferring(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or not torch.is_grad_enabled() or in_checkpoint():
+        if (
+            func not in _PRODUCTS
+            or not torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")  # its products are of other tensors than the weights
+            or in_checkpoint()
+        ):
             return func(*args, **kwargs)
         if func is torch.nn.functional.linear:
             x, weight, bias = (*args, *(kwargs.get(k) for k in ("input", "weight", "bias")[len(args) :]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +106,7 @@ class PipelineModule(torch.nn.Module):
             raise ArgumentError("PipelineModule needs layers, got an empty list")
         self.loss_fn = loss_fn
         self._seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.set_checkpoint_interval(activation_checkpoint_interval)
         self.activation_checkpoint_func = activation_checkpoint_func or _recompute
         self._recomputed = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.mesh = _mesh(num_stages, topology)
@@ -118,6 +119,7 @@ class PipelineModule(torch.nn.Module):
         self.num_stages, self.stage_id = self.mesh.pp, here
         self._rank_of = [self.order.rank_of(s) for s in range(stages)]
         self.stages = [s for s in range(stages) if self._rank_of[s] == here]
+        self._refuse_shared()
         names = [_name_of(spec) for spec in self._specs]
         self._repeats = [n is not None and names.count(n) > 1 for n in names]
         self.tied_modules = torch.nn.ModuleDict()
@@ -128,6 +130,9 @@ class PipelineModule(torch.nn.Module):
         for i, layer in enumerate(self._specs):
             if isinstance(layer, torch.nn.Module) and i not in self._calls:
                 self._specs[i] = None  # another rank's: its memory goes
+        if isinstance(loss_fn, torch.nn.Module) and stages - 1 not in self.stages:
+            del self.loss_fn  # its parameters and buffers are the last stage's, as a layer's
+            self.__dict__["loss_fn"] = loss_fn  # a dry run calls it
         self._running = self.stages
 
     # ---- cutting -----------------------------------------------------------------------------------------------------
@@ -157,6 +162,21 @@ class PipelineModule(torch.nn.Module):
     def _now_s(self) -> float:
         return time.perf_counter()
 
+    def _refuse_shared(self) -> None:
+        """ArgumentError for layers that were given as modules, share a parameter and are on different ranks: each rank
+        would train its own."""
+        first: dict[int, int] = {}
+        for i, layer in enumerate(self._specs):
+            for p in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+                j = first.setdefault(id(p), i)
+                one, other = (self._rank_of[bisect.bisect(self.cuts, k) - 1] for k in (j, i))
+                if one != other:
+                    raise ArgumentError(
+                        f"layers {j} and {i} of PipelineModule share a parameter, and are on the ranks {one} and"
+                        f" {other} of a pipeline, of which each would train a copy; give both as TiedLayerSpec with one"
+                        " key"
+                    )
+
     # ---- building ----------------------------------------------------------------------------------------------------
     def _build(self, index: int, layer: Layer) -> Callable[[Any], Any]:
         if self._seed is not None:
@@ -182,6 +202,10 @@ class PipelineModule(torch.nn.Module):
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """activation_checkpoint_interval from here on."""
+        if not isinstance(interval, int) or interval < 0:
+            raise ArgumentError(
+                f"activation_checkpoint_interval = {interval!r}: it is a number of layers, or 0 for no recomputation"
+            )
         self.activation_checkpoint_interval = interval
 
     # ---- as a module -------------------------------------------------------------------------------------------------
