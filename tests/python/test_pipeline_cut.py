@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from plainly import in_stages
@@ -490,6 +492,45 @@ def test_running_statistics_are_those_of_one_process(tmp_path):
     assert made["before.0.num_batches_tracked"].item() == 2
     for name, value in made.items():
         torch.testing.assert_close(saved[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Counting(torch.nn.Module):
+    """A chain of blocks that counts its calls, and draws from Python's generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("written", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.written += random.random()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _left_by_the_look(rank, world):
+    import deepc
+
+    model = Counting()
+    random.seed(3)
+    before = dict(model.named_buffers())
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=(torch.ones(2, 4),),
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **in_stages(2)},
+    )
+    same = all(b is before[n] for n, b in model.named_buffers())
+    found = same, float(model.calls), float(model.written), random.random()
+    engine.destroy()
+    return found
+
+
+def test_the_look_at_a_model_leaves_its_buffers_and_random_numbers():
+    drawn = random.Random(3).random()
+    assert run_ranks(_left_by_the_look, 2) == [(True, 0.0, 0.0, drawn)] * 2
 
 
 def _averaged(rank, world):

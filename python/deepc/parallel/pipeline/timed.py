@@ -80,7 +80,7 @@ def _measured(
     memory.keep_heap()  # as training has it: pages that come and go are no layer's time
     found, kinds = [], dict[Hashable, list[int]]()
     inputs = _one_alone(inputs)
-    with _random_states_kept(), torch.enable_grad():
+    with random_states_kept(), torch.enable_grad():
         for i, layer in enumerate(layers):
             loss = None if loss_fn is None or i < len(layers) - 1 else lambda out: loss_fn(out, labels)
             kinds.setdefault(i if layer.kind is None or loss else (layer.kind, _shapes(inputs)), []).append(i)
@@ -111,7 +111,7 @@ def _of_one(
 ) -> tuple[float, float, Any]:
     """(seconds of forward, of backward, what the layer returned)."""
     forward = backward = math.inf
-    with _untouched(module):
+    with untouched(module):
         for _ in range(_ROUNDS):
             for p in module.parameters() if module is not None else ():
                 p.grad = None
@@ -141,7 +141,7 @@ def _backward(module: torch.nn.Module | None, leaves: Any, out: Any, now: Callab
 
 
 @contextlib.contextmanager
-def _untouched(module: torch.nn.Module | None) -> Iterator[None]:
+def untouched(module: torch.nn.Module | None) -> Iterator[None]:
     """Its buffers and gradients are afterwards what they were."""
     if module is None:
         yield
@@ -163,7 +163,7 @@ def _untouched(module: torch.nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
+def random_states_kept() -> Iterator[None]:
     """Of torch, Python and numpy: what is drawn afterwards is what would have been drawn without the block."""
     numpy = sys.modules.get("numpy")
     theirs = numpy.random.get_state() if numpy is not None else None

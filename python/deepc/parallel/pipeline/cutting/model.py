@@ -30,6 +30,7 @@ from ...judged import refuse_released
 from ..deferred import in_checkpoint
 from ..part import Call, Tie, evaluating, further_names
 from ..runtime import Stages
+from ..timed import random_states_kept, untouched
 from .calls import (
     IN_CHECKPOINT,
     call_instead,
@@ -76,7 +77,7 @@ class CutModel:
         batch = self._to_look_at(sample)
         if mesh.tp == 1:  # else who cut its tensors has
             take_from_firsts(model, mesh)
-        with torch.random.fork_rng(devices=[]), _buffers_kept(model):
+        with random_states_kept(), untouched(model):
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
             units, costs = self._weighed(sample)
         self._choose(units, costs)
@@ -86,7 +87,8 @@ class CutModel:
             if (p := of()) is not None and not is_zero_param(p):
                 p.data = p.data.new_empty(0)  # a list of parameters may keep it
         self._take_over()
-        self._prove(batch, whole)
+        with random_states_kept(), untouched(model):
+            self._prove(batch, whole)
 
     def _open(
         self, model: torch.nn.Module, mesh: Mesh, order: Order, loss_fn: Callable[[Any, Any], Any] | None, rank: int
@@ -139,6 +141,7 @@ class CutModel:
 
         memory.keep_heap()  # as training has it: pages that come and go are no unit's time
         rounds = []
+        self._model.zero_grad(set_to_none=True)
         for _ in range(1 + _ROUNDS):
             times, recomputed = clock(chain, units, run, self._now_s)
             rounds.append(times)
@@ -412,18 +415,6 @@ def _let_go_of_graphs(model: torch.nn.Module) -> None:
         for name, t in vars(module).items():
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 vars(module)[name] = t.detach()
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Runs inside leave no trace in running statistics."""
-    kept = [(b, b.clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
 
 
 @contextlib.contextmanager
