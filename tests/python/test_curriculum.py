@@ -201,6 +201,10 @@ def test_a_custom_schedule_is_given_to_the_engine():
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 5 + step})
     engine(torch.randn(4, 3))
     assert engine.module.seen == [6]
+    for wrong in (0, -4, 2.5):  # 0: also where min_difficulty is below difficulty_step
+        engine.set_custom_curriculum_learning_schedule(lambda step, wrong=wrong: wrong)
+        with pytest.raises(ConfigError, match=f"comes to {wrong} positions at step 1"):
+            engine(torch.randn(4, 3))
     engine.destroy()
 
 
@@ -257,3 +261,23 @@ def test_pipelines_train_on_the_length_of_the_step():
     (want,) = run_ranks(_pipelined, 1, base, batches)
     for got in run_ranks(_pipelined, 2, {**base, "pipeline": {"stages": 2}}, batches):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def _read_by_some(rank, world):
+    """The error of a batch without sequences, which the stage in the middle does not read."""
+    from deepc.errors import DeepcError
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 3, num_stages=3, loss_fn=nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 1, "curriculum_learning": LINEAR}
+    engine = deepc.initialize(model=model, config=config)[0]
+    with pytest.raises(DeepcError) as caught:
+        engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 4))]))
+    engine.destroy()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_batch_that_can_not_be_cut_is_an_error_on_all_stages():
+    first, middle, last = run_ranks(_read_by_some, 3)
+    assert first == last and first[0] == "ArgumentError" and "no tensor of integers" in first[1]
+    assert middle[1].startswith("rank 0: ") and "no tensor of integers" in middle[1]

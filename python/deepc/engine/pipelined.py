@@ -132,14 +132,9 @@ class PipelineEngine(Engine):
             return self._trained(data_iter)
 
     def _trained(self, data_iter: Iterator[Any] | None) -> torch.Tensor:
-        batches = self._draw_together(data_iter, self.micro_batches, trains=True)
+        batches = self._fitted(self._draw_together(data_iter, self.micro_batches, trains=True))
         self.module.train()
         self._begun += 1
-        if self.curriculum.scheduler is not None:
-            batches = self.curriculum.micro_batches(self.global_steps + 1, batches)
-        if self.unequal_batches is not None:
-            self.unequal_batches(batches)
-            self.unequal_batches = None
         if self._sums:
             self.hooks.synchronising, self.hooks.staged = False, True
             self.hooks.sums_in = torch_dtype(self.plan.accumulator)
@@ -311,6 +306,23 @@ class PipelineEngine(Engine):
                 f"the data ended after {len(batches)} of the {count} micro-batches of a batch"
                 " (gradient_accumulation_steps); an iterator for training begins again at its end"
             )
+        return batches
+
+    def _fitted(self, batches: list[Any]) -> list[Any]:
+        """The micro-batches as a curriculum wants them, which ranks that share tensors have alike; or an error on all
+        ranks, of which some read no batch that could be wrong. Collective."""
+        if self.curriculum.scheduler is None and self.unequal_batches is None:
+            return batches
+        failure: Exception | None = None
+        try:
+            if self.curriculum.scheduler is not None:
+                batches = self.curriculum.micro_batches(self.global_steps + 1, batches)
+            if self.unequal_batches is not None:
+                self.unequal_batches(batches)
+        except Exception as exc:  # told to the other ranks, then raised
+            failure = exc
+        together(self.everyone, failure)
+        self.unequal_batches = None
         return batches
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Curriculum:
         """The inputs of a training forward of `step` (the first is 1)."""
         if self.scheduler is None:
             return inputs, kwargs
-        length = self.scheduler.update_difficulty(step)
+        length = self._difficulty(self.scheduler, step)
         if not self.by_length:
             return inputs, kwargs
         if self._to_forward:
@@ -66,10 +66,19 @@ class Curriculum:
         """Those of a pipeline's step; None where this rank reads none."""
         if self.scheduler is None:
             return batches
-        length = self.scheduler.update_difficulty(step)
+        length = self._difficulty(self.scheduler, step)
         if not self.by_length:
             return batches
         return [b if b is None else self._truncated(b, length) for b in batches]
+
+    def _difficulty(self, scheduler: CurriculumScheduler, step: int) -> Any:
+        value = scheduler.update_difficulty(step)
+        if self.by_length and (not hasattr(value, "__index__") or value < 1):
+            raise ConfigError(
+                f"a curriculum by length comes to {value!r} positions at step {step}; choose min_difficulty as a multiple"
+                " of difficulty_step above 0, or let a schedule of your own give whole numbers above 0"
+            )
+        return value
 
     def _truncated(self, given: Any, length: int) -> Any:
         """A batch of the model. Of sequences that ranks share `length` is that of the whole; collective over them."""
