@@ -283,6 +283,7 @@ EXTRA = [  # compared live only
     ),
     ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 20, "last_batch_iteration": 7}),
     ("WarmupLR", {"last_batch_iteration": 30}),
+    ("WarmupLR", {"warmup_num_steps": 0}),
     (
         "WarmupLR",
         {"warmup_max_lr": 3e-4, "warmup_min_lr": [1e-6, 2e-6], "warmup_num_steps": 2000, "warmup_type": "linear"},
@@ -407,6 +408,17 @@ def test_get_last_lr_needs_a_step():
         schedule.get_last_lr()
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_no_steps_of_warm_up_are_two(kind):
+    """As in DeepSpeed: Hugging Face's Trainer fills in 0 for "auto" where its warmup_steps is not set."""
+    rates = []
+    for steps in (0, 2):
+        opt = optimizer()
+        params = {"warmup_num_steps": steps} | ({} if kind == "WarmupLR" else {"total_num_steps": 9})
+        rates.append(trace(lr_schedules.build_scheduler(kind, params, opt), opt, 12))
+    assert rates[0] == rates[1]
+
+
 def test_torch_schedules_by_name():
     opt = optimizer()
     schedule = lr_schedules.build_scheduler("CosineAnnealingLR", {"T_max": 10}, opt)
@@ -419,7 +431,7 @@ def test_torch_schedules_by_name():
         ("WarmupLr", {}, 'Did you mean "WarmupLR"'),
         ("Cosine", {}, "neither one of LRRangeTest"),
         ("_LRScheduler", {}, "neither one of"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps = 0 must be an integer >= 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps = -1 must be an integer >= 0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps = 2.5"),
         ("WarmupLR", {"warmup_num_steps": float("inf")}, "warmup_num_steps = inf"),
         ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type = 'cubic' must be one of log, linear"),

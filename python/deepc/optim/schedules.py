@@ -282,7 +282,8 @@ class _Warmup(_Schedule):
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = max(2, _integer("warmup_num_steps", warmup_num_steps, 1))
+        # 0 is what Hugging Face fills in for "auto" without warm-up; DeepSpeed warms up for two steps then, too.
+        self.warmup_num_steps = max(2, _integer("warmup_num_steps", warmup_num_steps, 0))
         self.warmup_type = _warmup_type(warmup_type)
         self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
 
