@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import tiny
@@ -574,6 +575,43 @@ def _refused(rank, world, folder):
 
 def test_what_does_not_fit_changes_nothing(tmp_path):
     assert all(run_quietly(_refused, 1, str(tmp_path)))
+
+
+def _schedules(rank, world, folder):
+    """A schedule that keeps other numbers is no schedule's continuation."""
+    import deepc
+
+    config = tiny.config(1, micro=8)
+    kinds = {
+        "deepc": lambda o: deepc.lr_schedules.WarmupLR(o, warmup_max_lr=1e-2, warmup_num_steps=10),
+        "torch": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
+        "own": lambda o: types.SimpleNamespace(step=lambda: None),
+    }
+
+    def make(kind):
+        return deepc.initialize(model=tiny.make_model(), config=config, lr_scheduler=kinds[kind])[0]
+
+    for kind in ("deepc", "torch"):
+        engine = make(kind)
+        for number in range(4):
+            step(engine, number)
+        engine.save_checkpoint(folder, kind)
+        engine.destroy()
+    for kind, tag in (("torch", "deepc"), ("deepc", "torch"), ("own", "torch")):
+        engine = make(kind)
+        before = values(engine)
+        with pytest.raises(CheckpointError, match="another LR schedule, which keeps .*load_lr_scheduler_states=False"):
+            engine.load_checkpoint(folder, tag)
+        same(values(engine), before)
+        assert engine.global_steps == 0 and step(engine, 0).applied
+        engine.load_checkpoint(folder, tag, load_lr_scheduler_states=False)
+        assert engine.global_steps == 4 and step(engine, 4).applied
+        engine.destroy()
+    return True
+
+
+def test_a_schedule_of_another_kind_changes_nothing(tmp_path):
+    assert all(run_quietly(_schedules, 1, str(tmp_path)))
 
 
 def _in_part(rank, world, folder, only):

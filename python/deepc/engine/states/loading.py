@@ -93,6 +93,8 @@ def _checked(engine: EngineBase, reader: CheckpointReader, what: What) -> dict[s
         _check_states(engine, reader, saved["optimizer"])
         if engine.scaler is not None and saved["scaler"] is not None:
             check_scaler_state(engine.scaler, saved["scaler"])
+    if what.lr_scheduler_states:
+        _check_schedule(engine, reader, saved["lr_scheduler"])
     for broken, all_of_it in ((engine.broken_step, True), engine.broken_load):
         if broken and not (what.everything if all_of_it else what.strict):
             raise CheckpointError(
@@ -266,6 +268,21 @@ def _check_states(engine: EngineBase, reader: CheckpointReader, saved: dict[str,
                 f"checkpoint {reader.path} has no optimizer state '{name}' of '{names[i]}': it was"
                 " saved with another optimizer or with that parameter frozen; pass load_optimizer_states=False"
             )
+
+
+def _check_schedule(engine: EngineBase, reader: CheckpointReader, saved: Any) -> None:
+    """CheckpointError if the checkpoint's schedule keeps nothing of what this one does: torch's classes take any
+    dictionary, and would begin anew."""
+    schedule = engine.lr_scheduler
+    if schedule is None or not saved or not isinstance(saved, dict):
+        return
+    kept = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    if saved.keys().isdisjoint(kept) and (kept or not hasattr(schedule, "load_state_dict")):
+        theirs, ours = (", ".join(sorted(map(str, keys))) or "nothing" for keys in (saved, kept))
+        raise CheckpointError(
+            f"checkpoint {reader.path} was saved with another LR schedule, which keeps {theirs};"
+            f" {type(schedule).__name__} keeps {ours}. Use the same schedule, or pass load_lr_scheduler_states=False"
+        )
 
 
 def _prepare_torch_states(engine: EngineBase, reader: CheckpointReader) -> None:
