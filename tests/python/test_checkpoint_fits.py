@@ -577,6 +577,35 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     assert all(run_quietly(_refused, 1, str(tmp_path)))
 
 
+def _decays(rank, world, folder):
+    """Adam with L2 and AdamW have the same states, and which of them an engine has its configuration says."""
+    found = []
+    kinds = {"AdamW": True, "Adam": False}
+    for saved in kinds:  # without decay the two are one until here
+        params = {"lr": 1e-2, "weight_decay": 0.0, "betas": [0.9, 0.99]}
+        engine = make(tiny.make_model(), 1, {"type": saved, "params": {**params, "adam_w_mode": kinds[saved]}})
+        step(engine, 0)
+        engine.save_checkpoint(folder, saved)
+        engine.destroy()
+    for kind in kinds:
+        for saved in kinds:
+            params = {"lr": 1e-2, "weight_decay": 0.5, "betas": [0.9, 0.99], "adam_w_mode": kinds[kind]}
+            engine = make(tiny.make_model(), 1, {"type": kind, "params": params})
+            engine.load_checkpoint(folder, saved)
+            engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+            step(engine, 1)
+            found.append(values(engine))
+            engine.destroy()
+    same(found[0], found[1])
+    same(found[2], found[3])
+    assert any(not torch.equal(v, found[2][n]) for n, v in found[0].items())
+    return True
+
+
+def test_adam_and_adamw_stay_what_they_are(tmp_path):
+    assert all(run_quietly(_decays, 1, str(tmp_path)))
+
+
 def _schedules(rank, world, folder):
     """A schedule that keeps other numbers is no schedule's continuation."""
     import deepc

@@ -468,6 +468,18 @@ def test_optimizer_state_dict_is_torchs():
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
 
 
+def test_optimizer_stays_adamw_with_states_of_adam():
+    """As in torch: which of the two it is belongs to the object, not to what it loads."""
+    mine, opt, theirs, ref = pair(weight_decay=0.1)
+    params, source, *unused = pair(kind="Adam", weight_decay=0.1)
+    run_pair(params, source, *unused, steps=2)
+    for one in (opt, ref):
+        one.load_state_dict(copy.deepcopy(source.state_dict()))
+    run_pair(mine, opt, theirs, ref, steps=2)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
 def test_optimizer_works_with_schedulers_and_groups():
     mine = [torch.nn.Parameter(torch.ones(10)), torch.nn.Parameter(torch.ones(10))]
     opt = deepc.optim.AdamW([{"params": mine[:1], "lr": 0.1}, {"params": mine[1:], "weight_decay": 0.0}], lr=0.01)

@@ -89,7 +89,9 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             group.setdefault("amsgrad", False)
             group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", self._decoupled)
+            # Which of the two it is belongs to the object: as in torch, states of Adam make no Adam of AdamW.
+            group.setdefault("decoupled_weight_decay", False)
+            group["decoupled_weight_decay"] |= self.defaults.get("decoupled_weight_decay", self._decoupled)
         for kept in self.state.values():
             if "step" in kept and not torch.is_tensor(kept["step"]):  # of torch before 1.12
                 kept["step"] = torch.tensor(float(kept["step"]), dtype=torch.float32, device="cpu")

@@ -787,7 +787,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             for k, v in theirs.items():
-                mine[k] = _like(mine.get(k), v, self._state.state_device)
+                if not self.core or k != "decoupled_weight_decay":  # AdamW or Adam with L2: which, the engine was told
+                    mine[k] = _like(mine.get(k), v, self._state.state_device)
         if self.core:
             self._counts.load(saved["step"], {i: int(v) for name, i, v in scalars if name == "step"})
             self._make_args()
@@ -850,7 +851,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 _NOT_SAVED = frozenset({"params", "exp_avg_mask"})  # the mask is the script's, as in DeepSpeed
-
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
