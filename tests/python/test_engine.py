@@ -602,6 +602,26 @@ def test_schedules_and_groups_follow_the_config():
     engine.destroy()
 
 
+def test_a_schedule_that_raises_leaves_a_whole_step():
+    """As torch's OneCycleLR does beyond its total_steps: the update is made, and the next accumulation is whole."""
+    import deepc
+
+    class Over:
+        def step(self):
+            raise ValueError("the schedule is over")
+
+    cfg = tiny.config(1, micro=8, gas=2)
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg, lr_scheduler=Over())
+    for step in range(3):
+        for last in (False, True):
+            engine.backward(engine(*tiny.make_batch(step)))
+            assert engine.is_gradient_accumulation_boundary() is last
+            with pytest.raises(ValueError, match="over") if last else contextlib.nullcontext():
+                engine.step()
+        assert engine.global_steps == step + 1 and engine.micro_steps == 2 * step + 2 and engine.was_step_applied()
+    engine.destroy()
+
+
 def test_data_loader_and_defaults(caplog):
     import logging
 

@@ -255,14 +255,14 @@ class Engine(EngineBase):
         self.global_samples += self.train_batch_size()
         if result.applied:
             self.skips.applied()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
         else:
             self.skipped_steps += 1
             result = self._skipped(result)
         self._last = result = self.step_policy.after_step(result)
         self._end_micro_step()
         memory.heap_step()
+        if result.applied and self.lr_scheduler is not None:  # last: one that raises leaves a step that is whole
+            self.lr_scheduler.step(**lr_kwargs)
         return result
 
     def _update(self) -> StepResult:
