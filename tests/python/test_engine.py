@@ -602,6 +602,20 @@ def test_schedules_and_groups_follow_the_config():
     engine.destroy()
 
 
+def test_a_param_group_may_be_one_tensor():
+    import deepc
+
+    model = tiny.make_model()
+    first, *rest = model.parameters()
+    groups = [{"params": first, "lr": 0.5}, {"params": iter(rest)}]
+    engine, *_ = deepc.initialize(model=model, model_parameters=groups, config=tiny.config(2, micro=8))
+    found = engine.optimizer.param_groups
+    assert found[0]["params"] == [first] and found[0]["lr"] == 0.5 and len(found[1]["params"]) == len(rest)
+    engine.backward(engine(*tiny.make_batch(0)))
+    assert engine.step().applied
+    engine.destroy()
+
+
 def test_a_schedule_that_raises_leaves_a_whole_step():
     """As torch's OneCycleLR does beyond its total_steps: the update is made, and the next accumulation is whole."""
     import deepc

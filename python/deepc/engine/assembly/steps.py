@@ -319,10 +319,15 @@ def without(params: list[Any], elsewhere: frozenset[int]) -> list[Any]:
     """Parameters, or groups of them ({"params": [...], ...}), that are not among those ids. A group stays, were it
     empty: schedules and checkpoints count them."""
     return [
-        {**p, "params": without(list(p["params"]), elsewhere)} if isinstance(p, dict) else p
+        {**p, "params": without(_listed(p["params"]), elsewhere)} if isinstance(p, dict) else p
         for p in params
         if isinstance(p, dict) or id(p if not isinstance(p, tuple) else p[1]) not in elsewhere
     ]
+
+
+def _listed(params: Any) -> list[Any]:
+    """Those of a group, which may be one tensor, as torch has it."""
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def trained_groups(param_groups: list[dict[str, Any]]) -> dict[int, int]:
