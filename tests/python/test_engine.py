@@ -674,6 +674,10 @@ def test_bad_input_is_a_clear_error():
         meta = tiny.TinyGPT()
     with pytest.raises(ArgumentError, match="meta device"):
         deepc.initialize(model=meta, config=cfg)
+    with pytest.raises(ConfigError, match="optimizer RMSprop does not take .*Invalid learning rate"):
+        deepc.initialize(
+            model=tiny.make_model(), config={**cfg, "optimizer": {"type": "RMSprop", "params": {"lr": -1}}}
+        )
     frozen = tiny.make_model()
     frozen.requires_grad_(False)
     with pytest.raises(ArgumentError, match="no parameters"):

@@ -191,6 +191,13 @@ def test_channels_last_groups_and_one_call_a_group(kind):
         ("Adagrad", {"initial_accumulator_value": -1.0}, "initial_accumulator_value must"),
         ("Lion", {"betas": (1.0, 0.9)}, r"betas\[0\] must be in \[0, 1\)"),
         ("Lion", {"weight_decay": -1.0}, "weight_decay must"),
+        ("Lion", {"betas": (0.9,)}, "betas must be two numbers"),
+        ("AdamW", {"betas": 0.9}, "betas must be two numbers"),
+        ("AdamW", {"betas": (0.9, "0.99")}, r"betas\[1\] must be in \[0, 1\), got '0.99'"),
+        ("Lamb", {"betas": None}, "betas must be two numbers"),
+        ("Muon", {"adam_betas": (0.9, 0.99, 0.999)}, "adam_betas must be two numbers"),
+        ("SGD", {"lr": "1e-3"}, "lr must be >= 0, got '1e-3'"),
+        ("Adagrad", {"eps": None}, "eps must be >= 0, got None"),
     ],
 )
 def test_bad_arguments(kind, options, text):

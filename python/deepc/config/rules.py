@@ -678,7 +678,7 @@ class Loader:
 
     def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
         """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""
-        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE, WHOLE_STATES, WHY_WHOLE
+        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE, WHOLE_STATES, WHY_WHOLE, wrong_argument
 
         path = "optimizer.type"
         stage = self.get("zero_optimization.stage")
@@ -700,6 +700,8 @@ class Loader:
         checked = {k: v for k, v in params.items() if v != AUTO or k not in own}
         self._check_signature(cls, "optimizer.params", checked, auto=auto, skip=1)
         given = {k: v for k, v in params.items() if v != AUTO or k in own}
+        if backend == "deepc" and (wrong := wrong_argument(kind, given)):
+            self.errors.append(f"{self.name}: optimizer.params: {wrong}")
         return OptimizerConfig(kind, given, backend, kind != "Adam")
 
     def _scheduler(self) -> SchedulerConfig | None:

@@ -8,8 +8,18 @@ from typing import Any, cast
 import torch
 
 from ..core.foreign import private
-from ..errors import ArgumentError, UnsupportedError
-from .states.dense import Optimizer, check_tensor, in_order, loss_of, new_states, packed_item, state_in_order
+from ..errors import UnsupportedError
+from .states.dense import (
+    Optimizer,
+    check_betas,
+    check_range,
+    check_tensor,
+    in_order,
+    loss_of,
+    new_states,
+    packed_item,
+    state_in_order,
+)
 from .states.formats import (
     ADAMW,
     MOMENTS,
@@ -187,15 +197,9 @@ class Adam(AdamW):
 
 
 def _check(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
-    if not float(lr) >= 0.0:
-        raise ArgumentError(f"lr must be >= 0, got {lr}")
-    if not eps >= 0.0:
-        raise ArgumentError(f"eps must be >= 0, got {eps}")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= float(beta) < 1.0:
-            raise ArgumentError(f"betas[{i}] must be in [0, 1), got {beta}")
-    if not weight_decay >= 0.0:
-        raise ArgumentError(f"weight_decay must be >= 0, got {weight_decay}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        check_range(name, value)
+    check_betas(betas)
 
 
 def _step_float64(p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:

@@ -83,6 +83,23 @@ def make_optimizer(
     return classes[kind](parameters, **params)
 
 
+def wrong_argument(kind: str, params: Mapping[str, Any]) -> str:
+    """What the class `kind` of deepc.optim says of the values of its arguments, or "": tried with a parameter made for
+    that. Names that it has not, and what does not exist, are for others to tell."""
+    try:
+        inspect.signature(OURS[kind]).bind(None, **params)
+    except TypeError:
+        return ""
+    one = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
+    try:
+        OURS[kind]([one], **params)
+    except UnsupportedError:
+        return ""
+    except (TypeError, ValueError) as exc:
+        return str(exc)
+    return ""
+
+
 def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
     """True if the core steps `optimizer` (optim/rules.py)."""
     return core_rule(optimizer) is not None

@@ -312,7 +312,12 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
         )
     if cfg.backend == "deepc" and cfg.type == "Muon":
         choose_by_name(engine.module.named_parameters())
-    return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
+    try:
+        return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
+    except (TypeError, ValueError) as exc:
+        if isinstance(exc, DeepcError):
+            raise
+        raise ConfigError(f"optimizer {cfg.type} does not take {cfg.params!r}: {exc}") from exc
 
 
 def without(params: list[Any], elsewhere: frozenset[int]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from ...core.lib import LambArgs
 from ...core.ops import code, run_on
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_range, check_tensor, loss_of, new_states, packed_item
+from ..states.dense import Optimizer, check_betas, check_range, check_tensor, loss_of, new_states, packed_item
 from ..states.formats import FORMATS, MOMENTS, check_place, check_state_dtype, take_states
 from ..states.norms import blocks_of, sum_in_order
 
@@ -129,10 +129,10 @@ class Lamb(Optimizer):
         self.state_dtype = check_state_dtype("Lamb", state_dtype)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("max_coeff", max_coeff)):
             check_range(name, value)
-        if not 0.0 <= float(min_coeff) <= float(max_coeff):
+        check_range("min_coeff", min_coeff)
+        if not float(min_coeff) <= float(max_coeff):
             raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {min_coeff} with max_coeff {max_coeff}")
-        for i, beta in enumerate(betas):
-            check_range(f"betas[{i}]", beta, 1.0)
+        check_betas(betas)
         super().__init__(
             params,
             dict(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..states.dense import OneStateOptimizer, check_range
+from ..states.dense import OneStateOptimizer, check_betas, check_range
 from ..states.formats import LION, check_state_dtype
 
 
@@ -31,8 +31,7 @@ class Lion(OneStateOptimizer):
         self.state_dtype = check_state_dtype("Lion", state_dtype)
         check_range("lr", lr)
         check_range("weight_decay", weight_decay)
-        for i, beta in enumerate(betas):
-            check_range(f"betas[{i}]", beta, 1.0)
+        check_betas(betas)
         super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay, maximize=maximize))
 
     def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_range, loss_of, new_states, packed_item
+from ..states.dense import Optimizer, check_betas, check_range, loss_of, new_states, packed_item
 from ..states.formats import (
     ADAMW,
     DECOUPLED,
@@ -155,11 +155,12 @@ class Muon(Optimizer):
         rates = {k: v for k, v in (("muon_lr", muon_lr), ("adam_lr", adam_lr)) if v is not None}
         for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adam_eps": adam_eps, **rates}.items():
             check_range(name, value)
-        for name, value in (("momentum", momentum), ("adam_betas[0]", adam_betas[0]), ("adam_betas[1]", adam_betas[1])):
-            check_range(name, value, 1.0)
+        check_range("momentum", momentum, 1.0)
+        check_betas(adam_betas, "adam_betas")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ArgumentError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
-        if not (isinstance(ns_steps, int) and 0 < ns_steps < 100) or len(ns_coefficients) != 3:
+        three = isinstance(ns_coefficients, (tuple, list)) and len(ns_coefficients) == 3
+        if not (isinstance(ns_steps, int) and 0 < ns_steps < 100) or not three:
             raise ArgumentError(
                 f"ns_steps must be from 1 to 99 with three ns_coefficients, got {ns_steps!r} and {ns_coefficients!r}"
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
-from ..states.dense import Optimizer, check_range, loss_of
+from ..states.dense import Optimizer, check_betas, check_range, loss_of
 from .adam import OneBitAdamMethod
 from .exchange import Exchange, exchange_over
 from .freeze import check_freeze_step
@@ -52,8 +52,7 @@ class OneBitOptimizer(Optimizer):
                 raise UnsupportedError(f"{name}({key}={asked!r}) does not exist; leave it out")
         for key in ("lr", "eps", "weight_decay"):
             check_range(key, defaults[key])
-        for i, beta in enumerate(defaults["betas"]):
-            check_range(f"betas[{i}]", beta, 1.0)
+        check_betas(defaults["betas"])
         if options["max_update"] is not None and not float(options["max_update"]) > 0:
             raise ArgumentError(f"max_update={options['max_update']!r}: it must be above 0, or None")
         for key in ("rotated", "preconditioned"):

@@ -93,10 +93,26 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def check_range(name: str, value: Any, below: float = float("inf")) -> None:
-    """ArgumentError unless 0 <= value < below."""
-    if not 0.0 <= float(value) < below:
+    """ArgumentError unless it is a number, 0 <= value < below."""
+    try:
+        fits = not isinstance(value, str) and 0.0 <= float(value) < below
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
         bound = "be >= 0" if below == float("inf") else f"be in [0, {below:g})"
-        raise ArgumentError(f"{name} must {bound}, got {value}")
+        raise ArgumentError(f"{name} must {bound}, got {value!r}")
+
+
+def check_betas(betas: Any, name: str = "betas") -> None:
+    """ArgumentError unless these are two numbers in [0, 1)."""
+    try:
+        pair = () if isinstance(betas, str) else tuple(betas)
+    except TypeError:
+        pair = ()
+    if len(pair) != 2:
+        raise ArgumentError(f"{name} must be two numbers in [0, 1), got {betas!r}")
+    for i, beta in enumerate(pair):
+        check_range(f"{name}[{i}]", beta, 1.0)
 
 
 def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
