@@ -425,6 +425,9 @@ def test_torch_schedules_by_name():
     assert isinstance(schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
 
 
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
+
+
 @pytest.mark.parametrize(
     ("kind", "params", "text"),
     [
@@ -448,6 +451,12 @@ def test_torch_schedules_by_name():
             "cycle_first_step_size = 0",
         ),
         ("LRRangeTest", {"lr_range_test_step_size": -1}, "lr_range_test_step_size = -1"),
+        ("LRRangeTest", {"lr_range_test_staircase": "false"}, "lr_range_test_staircase = 'false' must"),
+        ("OneCycle", CYCLE | {"cycle_momentum": "false"}, "cycle_momentum = 'false' must be true or false"),
+        ("OneCycle", CYCLE | {"cycle_first_stair_count": "5"}, "cycle_first_stair_count = '5'"),
+        ("OneCycle", CYCLE | {"decay_step_size": "10"}, "decay_step_size = '10' must be a finite number"),
+        ("OneCycle", CYCLE | {"decay_step_size": -5, "decay_lr_rate": 1.0}, "decay_step_size = -5 must be >= 0"),
+        ("OneCycle", CYCLE | {"decay_lr_rate": None}, "decay_lr_rate = None"),
         ("LRRangeTest", {"step_size": 1}, "does not take"),
         ("StepLR", {}, "does not take"),
     ],
@@ -455,6 +464,19 @@ def test_torch_schedules_by_name():
 def test_wrong_arguments(kind, params, text):
     with pytest.raises(ConfigError) as error:
         lr_schedules.build_scheduler(kind, params, optimizer())
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "text"),
+    [
+        ("OneCycle", CYCLE | {"decay_step_size": "10"}, "scheduler.params.decay_step_size = '10'"),
+        ("WarmupLR", {"warmup_min_lr": []}, "scheduler.params.warmup_min_lr has 0 values"),
+    ],
+)
+def test_wrong_arguments_of_a_configuration(kind, params, text):
+    with pytest.raises(ConfigError) as error:
+        lr_schedules.check_params(kind, params)
     assert text in str(error.value)
 
 

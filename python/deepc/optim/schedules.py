@@ -50,6 +50,12 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
+def _flag(name: str, value: Any) -> bool:
+    if value not in (True, False):
+        raise ConfigError(f"{name} = {value!r} must be true or false")
+    return bool(value)
+
+
 def _numbers(name: str, value: Any) -> None:
     for v in value if isinstance(value, (list, tuple)) else (value,):
         _number(name, v)
@@ -152,7 +158,7 @@ class LRRangeTest(_Schedule):
         self.min_lr = _per_group(self.param_groups, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _integer("lr_range_test_step_size", lr_range_test_step_size, 1)
         self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = lr_range_test_staircase
+        self.staircase = _flag("lr_range_test_staircase", lr_range_test_staircase)
         if last_batch_iteration == -1:
             self._apply(self.min_lr)
 
@@ -201,17 +207,24 @@ class OneCycle(_Schedule):
             )
         self.first, self.second, self.total = first, second, first + second
         self.peak = first / self.total
+        stairs = _integer("cycle_first_stair_count", cycle_first_stair_count, 0)
         self.stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+            stairs,
+            stairs
+            if cycle_second_stair_count is None
+            else _integer("cycle_second_stair_count", cycle_second_stair_count, 0),
         )
-        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        self.decay_step_size = _number("decay_step_size", decay_step_size)
+        if decay_step_size < 0:
+            raise ConfigError(f"decay_step_size = {decay_step_size!r} must be >= 0 (0: no decay)")
+        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         no_decay = math.isclose(decay_step_size, 0)
         self.decays_lr = not no_decay and not math.isclose(decay_lr_rate, 0)
         self.decays_mom = not no_decay and not math.isclose(decay_mom_rate, 0)
         self.min_lrs = _per_group(groups, cycle_min_lr, "cycle_min_lr")
         self.max_lrs = _per_group(groups, cycle_max_lr, "cycle_max_lr")
-        self.cycle_momentum = bool(cycle_momentum)
+        self.cycle_momentum = _flag("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in g for g in groups):
             _log.warning("OneCycle: cycle_momentum is off, because %s has no betas", type(optimizer).__name__)
             self.cycle_momentum = False
@@ -444,7 +457,7 @@ def check_params(name: str, params: dict[str, Any]) -> None:
         return  # unknown or missing names: reported by the caller
     lists = [v for v in params.values() if isinstance(v, (list, tuple))]
     try:
-        cls(_Probe(len(lists[0]) if lists else 1), **params)
+        cls(_Probe(max(1, len(lists[0])) if lists else 1), **params)
     except ConfigError as exc:
         raise ConfigError(f"scheduler.params.{exc}") from exc
 
