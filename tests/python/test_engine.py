@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import warnings
 
 import pytest
 import tiny
@@ -599,6 +600,27 @@ def test_schedules_and_groups_follow_the_config():
         rates.append(engine.get_lr()[0])
     assert rates[0] == 0.0 and rates == sorted(rates) and math.isclose(rates[-1], 0.01)
     assert scheduler is engine.lr_scheduler and optimizer.param_groups[0]["lr"] == rates[-1]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("whose", ["config", "script"])
+def test_torchs_schedules_do_not_warn_of_a_step_that_was_made(whose):
+    import deepc
+
+    model, cfg = tiny.make_model(), tiny.config(1, micro=8)
+    given = {}
+    if whose == "config":
+        cfg["scheduler"] = {"type": "StepLR", "params": {"step_size": 1}}
+    else:
+        given["optimizer"] = torch.optim.AdamW(model.parameters())
+        given["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(given["optimizer"], 1)
+    engine, *_ = deepc.initialize(model=model, config=cfg, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            engine.backward(engine(*tiny.make_batch(step)))
+            engine.step()
+    assert math.isclose(engine.get_lr()[0], 1e-5)
     engine.destroy()
 
 

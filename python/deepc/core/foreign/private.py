@@ -274,6 +274,12 @@ def add_to_each(tensors: list[torch.Tensor], value: float) -> None:
         t += value
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer` has made a step, though not by its step(): torch's LR schedules ask for that once, and would warn
+    that theirs came first."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def has_value(t: torch.Tensor) -> bool:
     """Neither a wrapper of torch.func nor a functional tensor of the compiler."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(t) and not torch._is_functional_tensor(t)

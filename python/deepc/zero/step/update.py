@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
+from ...core.foreign import private
 from ...core.lib import StepArgs
 from ...core.ops import code, run_on, torch_dtype
 from ...errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, UnsupportedError
@@ -481,6 +482,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, grad_scale: float) -> None:
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
         of the share is updated: `finish` does the rest."""
+        for one in (self, self.base):
+            private.note_step(one)
         self._counts.begin(self._left_out)
         self._forget_rest()
         if self._sent is not None:
