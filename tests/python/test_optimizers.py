@@ -526,6 +526,26 @@ def test_states_load_into_another_format(kind, form):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_states_of_codes_load_into_float64(kind, form):
+    """As the numbers that they stand for: float64 has no formats."""
+    p, q = torch.nn.Parameter(make(700, seed=1)), torch.nn.Parameter(make(700, seed=1))
+    wide = torch.nn.Parameter(make(700, seed=1).double())
+    coded = getattr(deepc.optim, kind)([p], state_dtype="int8", **KINDS[kind])
+    p.grad = make(700, seed=2)
+    coded.step()
+    plain = getattr(deepc.optim, kind)([q], **KINDS[kind])
+    loaded = getattr(deepc.optim, kind)([wide], state_dtype=form, **KINDS[kind])
+    for optimizer in (plain, loaded):
+        optimizer.load_state_dict(copy.deepcopy(coded.state_dict()))
+    name = STATES[kind]
+    assert loaded.state[wide][name].dtype == torch.float64 and f"{name}_scale" not in loaded.state[wide]
+    assert torch.equal(loaded.state[wide][name], plain.state[q][name].double())
+    wide.grad = make(700, seed=9).double()
+    loaded.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_keeps_the_format(kind):
     p = torch.nn.Parameter(make(300))
     opt = getattr(deepc.optim, kind)([p], state_dtype="int8", **KINDS[kind])

@@ -217,9 +217,9 @@ def take_states(
         theirs = saved["state"].get(index, {})
         for name in names:
             value = theirs.get(name)
-            if not torch.is_tensor(value) or p.dtype == torch.float64:
-                continue
             scale = theirs.get(name + SCALE)
+            if not torch.is_tensor(value) or (p.dtype == torch.float64 and scale is None):
+                continue
             if scale is not None:
                 value = unpack(value, scale, p.numel(), _form_of(value, p.numel()), name, 0).view(p.shape)
             elif alike and value.numel() != p.numel():
@@ -229,10 +229,11 @@ def take_states(
                 )
             mine = optimizer.state[p]
             mine.pop(name + SCALE, None)
-            if state_dtype is not None and is_coded(state_dtype):
-                check_place(p, state_dtype)
-                mine[name], mine[name + SCALE] = make_state(p.numel(), state_dtype, device=p.device)
-                pack(mine[name], mine[name + SCALE], value, state_dtype, name, 0)
+            form = state_dtype or "" if p.dtype != torch.float64 else ""  # float64 has no formats
+            if is_coded(form):
+                check_place(p, form)
+                mine[name], mine[name + SCALE] = make_state(p.numel(), form, device=p.device)
+                pack(mine[name], mine[name + SCALE], value, form, name, 0)
             else:
-                dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(state_dtype or "", p.dtype)
+                dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(form, p.dtype)
                 mine[name] = value.to(device=p.device, dtype=dtype, copy=True)
