@@ -590,6 +590,21 @@ def test_state_dtypes_that_are_refused():
         deepc.optim.Adagrad(table.parameters(), state_dtype="int8").step()
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "Lamb", "Muon"])
+def test_codes_of_a_parameter_that_lies_otherwise_since_are_not_mixed_up(kind):
+    """model.to(memory_format=torch.channels_last) after the first steps."""
+    conv = torch.nn.Conv2d(4, 8, 3, bias=False)
+    opt = getattr(deepc.optim, kind)(conv.parameters(), state_dtype="int8", **KINDS.get(kind, {}))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        conv.to(memory_format=layout)
+        conv.weight.grad = make(288).view(8, 4, 3, 3)
+        if layout == torch.channels_last:
+            with pytest.raises(UnsupportedError, match="standard memory format"):
+                opt.step()
+        else:
+            opt.step()
+
+
 def test_each_parameter_has_a_first_step_of_its_own():
     """SGD's dampening and Adagrad's decay count the steps of a parameter, not those of the optimizer, whatever the
     format: bf16 rounds these numbers exactly."""

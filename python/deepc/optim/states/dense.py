@@ -59,6 +59,8 @@ def packed_item(
             check_numel(p, name, state[name], numel)
     check_numel(p, "grad", grad, numel)
     scales = [state[n + SCALE] for n in names if n + SCALE in state]
+    if scales:  # codes lie in the standard order, whatever has become of p since they were made
+        check_place(p, getattr(optimizer, "state_dtype", None) or "")
     states = [state[n] if scales else state_in_order(state, n, p) for n in names]
     check_beside(p, (*states, *scales))
     return in_order(moved, p), in_order(grad, p), states, scales, number_of(optimizer, p)
