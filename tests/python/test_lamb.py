@@ -88,6 +88,19 @@ def test_float64_and_16_bit_parameters():
         assert opt.state[a]["exp_avg"].dtype == torch.float32
 
 
+def test_coefficients_are_in_the_order_of_the_parameters():
+    found = []
+    for wide in (False, True):
+        mine = [torch.nn.Parameter(make(7, i) * (i + 1)) for i in range(3)]
+        if wide:
+            mine[1].data = mine[1].data.double()
+        opt = deepc.optim.Lamb(mine, **OPTIONS)
+        both(mine, opt, mine, opt, 1)
+        found.append(torch.tensor(opt.get_lamb_coeffs()))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=0)
+    assert len(set(found[0].tolist())) == 3
+
+
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_formats_follow_the_paper(form):
     """The first step is the paper's: states begin as zeros, and are rounded when they are kept."""

@@ -171,6 +171,7 @@ class Lamb(Optimizer):
         self._coefficients = []
         for group in self.param_groups:
             items: list[torch.nn.Parameter] = []
+            ratios: dict[int, float] = {}  # by id: those of float64 are made first
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -183,22 +184,24 @@ class Lamb(Optimizer):
                 state = self._state_of(p)
                 state["step"] += 1
                 if p.dtype == torch.float64:
-                    self._step_float64(p, state, group)
+                    ratios[id(p)] = self._step_float64(p, state, group)
                 elif p.numel():
                     items.append(p)
-            self._step_core(items, group)
+            ratios.update(zip(map(id, items), self._step_core(items, group)))
+            self._coefficients += [ratios[id(p)] for p in group["params"] if id(p) in ratios]
         return loss
 
-    def _step_core(self, params: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
+    def _step_core(self, params: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> list[float]:
         if not params:
-            return
+            return []
         items = [LambItem(*packed_item(self, p, p, p.grad, MOMENTS)) for p in params if p.grad is not None]
         form, steps = self._packed(params[0]), [int(self.state[p]["step"]) for p in params]
-        self._coefficients += step_lamb(items, group, steps, 1.0, form)
+        ratios = step_lamb(items, group, steps, 1.0, form)
         torch.autograd.graph.increment_version(params)
+        return ratios
 
-    def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-        """Algorithm 2 of the paper in torch's operators."""
+    def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> float:
+        """Algorithm 2 of the paper in torch's operators. The ratio."""
         (beta1, beta2), step, m, v = group["betas"], int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
         assert p.grad is not None  # the caller has looked
         g = -p.grad if group["maximize"] else p.grad
@@ -206,5 +209,5 @@ class Lamb(Optimizer):
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         u = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * p
         trust = trust_ratio(float(p.square().sum()), float(u.square().sum()), group)
-        self._coefficients.append(trust)
         p.add_(u, alpha=-float(group["lr"]) * trust)
+        return trust
