@@ -650,6 +650,19 @@ def test_a_copy_is_refused_and_a_state_dict_makes_one(name):
     assert torch.equal(twin, p)
 
 
+def test_loading_leaves_the_state_dict_as_it_was():
+    """A mask is of the optimizer that has it: another one that loads the same state_dict has none."""
+    p, q = (torch.nn.Parameter(torch.linspace(-1, 1, 4)) for _ in range(2))
+    opt = make("OneBitAdam", [{"params": [p], "exp_avg_mask": torch.tensor([1.0, 0.0, 1.0, 1.0])}])
+    p.grad = torch.ones(4)
+    opt.step()
+    saved = opt.state_dict()
+    for one in (opt, other := make("OneBitAdam", [q])):
+        one.load_state_dict(saved)
+    assert "exp_avg_mask" in opt.param_groups[0] and "exp_avg_mask" not in other.param_groups[0]
+    assert "exp_avg_mask" not in saved["param_groups"][0]
+
+
 def test_parameters_on_other_devices_are_refused():
     from deepc.errors import ArgumentError, UnsupportedError
 

@@ -201,7 +201,7 @@ class OneBitOptimizer(Optimizer):
             raise ArgumentError(
                 f"{type(self).__name__}.load_state_dict: the state_dict has no {KEY!r}: it is of another optimizer"
             )
-        saved = {**state_dict, "state": {}}
+        saved = {**state_dict, "state": {}, "param_groups": [dict(g) for g in state_dict["param_groups"]]}
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             if "exp_avg_mask" in mine:
                 theirs["exp_avg_mask"] = mine["exp_avg_mask"]
