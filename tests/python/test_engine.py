@@ -624,6 +624,23 @@ def test_torchs_schedules_do_not_warn_of_a_step_that_was_made(whose):
     engine.destroy()
 
 
+def test_a_schedule_that_acts_on_nothing_is_told(caplog):
+    import deepc
+
+    cfg = tiny.config(1, micro=8, scheduler={"type": "WarmupLR", "params": {}})
+    for passed in (False, True):
+        model = tiny.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        given = {"optimizer": optimizer} if passed else {}
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "deepc"):
+            engine, *_ = deepc.initialize(model=model, config=cfg, lr_scheduler=schedule, **given)
+        assert ("StepLR that was passed is of another optimizer" in caplog.text) is not passed
+        assert "the config's scheduler section is not used" in caplog.text
+        engine.destroy()
+
+
 def test_a_param_group_may_be_one_tensor():
     import deepc
 

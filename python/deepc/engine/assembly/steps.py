@@ -346,9 +346,20 @@ def make_scheduler(engine: EngineBase, given: Any) -> Scheduler | None:
 
     cfg = engine._config.scheduler
     if given is not None:
+        if cfg is not None:
+            say(engine, "an LR schedule was passed: the config's scheduler section is not used")
         if callable(given) and not hasattr(given, "step"):
             given = given(engine.optimizer)
         made: Scheduler = given
+        groups = getattr(getattr(made, "optimizer", None), "param_groups", None)
+        ours = {id(g) for g in engine.optimizer.param_groups}
+        if isinstance(groups, list) and ours.isdisjoint(map(id, groups)):
+            say(
+                engine,
+                f"the {type(made).__name__} that was passed is of another optimizer, whose rates this engine does not"
+                " train with: pass that optimizer too, or a function of the optimizer that makes the schedule",
+                logging.WARNING,
+            )
         return made
     return build_scheduler(cfg.type, dict(cfg.params), engine.optimizer) if cfg is not None else None
 
