@@ -641,6 +641,18 @@ def test_a_schedule_that_acts_on_nothing_is_told(caplog):
         engine.destroy()
 
 
+def test_a_micro_batch_inside_an_accumulation_applies_no_step():
+    import deepc
+
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=tiny.config(1, micro=8, gas=2))
+    for _ in range(2):
+        for applied in (False, True):
+            engine.backward(engine(*tiny.make_batch(0)))
+            result = engine.step()
+            assert result.applied is applied is engine.was_step_applied() and engine.last_step == result
+    engine.destroy()
+
+
 def test_a_param_group_may_be_one_tensor():
     import deepc
 

@@ -270,9 +270,11 @@ class EngineBase(ModelWrapper):
 
     @property
     def last_step(self) -> StepResult:
+        """What the last step() returned."""
         return self._last
 
     def was_step_applied(self) -> bool:
+        """Whether the last step() has changed the parameters: not inside an accumulation, nor if it was skipped."""
         return self._last.applied
 
     def get_lr(self) -> list[float]:

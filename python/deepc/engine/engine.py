@@ -232,7 +232,8 @@ class Engine(EngineBase):
                 self.step_policy.before_step()
                 if not self.is_gradient_accumulation_boundary():
                     self._end_micro_step()
-                    return StepResult(False, "accumulating")
+                    self._last = StepResult(False, "accumulating")
+                    return self._last
                 result = self._step(lr_kwargs or {})
         finally:
             self.events.end("step", result)
