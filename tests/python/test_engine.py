@@ -641,6 +641,36 @@ def test_a_schedule_that_acts_on_nothing_is_told(caplog):
         engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_states_of_an_optimizer_that_are_not_taken_are_told(kind, caplog):
+    import deepc
+
+    cfg = tiny.config(1, micro=8, optimizer=None)
+    for stepped in (False, True):
+        model = tiny.make_model()
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+        if stepped:
+            model(*tiny.make_batch(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        caplog.clear()
+        engine, *_ = deepc.initialize(model=model, config=cfg, optimizer=optimizer)
+        assert (f"the {kind} that was passed has made steps" in caplog.text) is stepped
+        engine.destroy()
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    model = tiny.make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UnsupportedError, match=r"LBFGS.step\(\) needs closure"):
+        deepc.initialize(model=model, config=tiny.config(0, micro=8, optimizer=None), optimizer=optimizer)
+
+
 def test_a_micro_batch_inside_an_accumulation_applies_no_step():
     import deepc
 

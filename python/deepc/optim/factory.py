@@ -162,6 +162,12 @@ def form_on_disk(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     return moments_of(optimizer), state_bytes_of(optimizer)
 
 
+def has_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has made steps: torch's Adagrad has states from the start, of step 0."""
+    states = [s for s in optimizer.state.values() if isinstance(s, dict)]
+    return any(float(s["step"]) > 0 if "step" in s else bool(s) for s in states)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:
     """Raises UnsupportedError or ConfigError if `optimizer` can't run under this ZeRO stage."""
     name = type(optimizer).__name__
@@ -173,6 +179,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
         )
     if (rule := core_rule(optimizer)) is not None and rule.kind == ONEBIT and stage == 3:
         raise UnsupportedError(f"{name} at ZeRO stage {stage} {WHY_WHOLE}")
+    needs = [
+        a.name
+        for a in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)
+    ]
+    if needs and not takes_core_path(optimizer):
+        raise UnsupportedError(
+            f"{name}.step() needs {', '.join(needs)}, which an engine's step() has not (LBFGS's closure runs the model"
+            " again). Use another optimizer"
+        )
     if not takes_core_path(optimizer) and stage > 0 and name not in ELEMENTWISE and not allow_untested:
         raise ConfigError(
             f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
