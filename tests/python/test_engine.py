@@ -581,6 +581,31 @@ def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
         deepc.initialize(model=model, optimizer=Odd(model.parameters(), lr=0.1), config=cfg)
 
 
+def test_a_step_of_ones_own_is_made():
+    """A class that is derived from deepc's: the core does not step in its place."""
+    import deepc
+    from deepc.errors import ConfigError
+
+    class Bounded(deepc.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.clamp_(-0.01, 0.01)
+
+    model = tiny.make_model()
+    with pytest.raises(ConfigError, match="optimizer Bounded at ZeRO stage 1"):
+        deepc.initialize(model=model, optimizer=Bounded(model.parameters()), config=tiny.config(1, micro=8))
+    engine, *_ = deepc.initialize(
+        model=model, optimizer=Bounded(model.parameters()), config=tiny.config(0, micro=8, optimizer=None)
+    )
+    engine.backward(engine(*tiny.make_batch(0)))
+    engine.step()
+    assert max(float(p.detach().abs().max()) for p in model.parameters()) == torch.tensor(0.01).item()
+    engine.destroy()
+
+
 def test_schedules_and_groups_follow_the_config():
     import deepc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -135,17 +136,22 @@ def _onebit(base: OneBitOptimizer) -> CoreRule:
     return CoreRule(ONEBIT, names, lambda g: len(names), scalars)
 
 
+def _steps_as(base: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether `base` is of this class of deepc's, or of one derived from it that has no step of its own."""
+    return isinstance(base, kind) and inspect.unwrap(type(base).step) is inspect.unwrap(kind.step)
+
+
 def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
-    """The rule that steps `base` in C: deepc's, and torch's Adam, AdamW and Adafactor. None: torch steps it."""
+    """The rule that steps `base` in C: deepc's, and torch's Adam, AdamW and Adafactor. None: its own step() does."""
     if any(g.get("differentiable") for g in base.param_groups):
         return None
-    if isinstance(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
+    if _steps_as(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
         return _adamw(base)
-    if isinstance(base, Adafactor) or type(base) is torch.optim.Adafactor:
+    if _steps_as(base, Adafactor) or type(base) is torch.optim.Adafactor:
         return _adafactor(base)
     if isinstance(base, OneBitOptimizer):
         return _onebit(base)
     for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb), (Muon, _muon)):
-        if isinstance(base, kind):
+        if _steps_as(base, kind):
             return make(base)
     return None
