@@ -581,6 +581,40 @@ def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
         deepc.initialize(model=model, optimizer=Odd(model.parameters(), lr=0.1), config=cfg)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "text"),
+    [
+        ("AdamW", "lr", float("nan"), "lr of param group 0 is nan, which must be finite"),
+        ("AdamW", "betas", (1.2, 0.99), r"betas\[0\] of param group 0 is 1.2, which must be in \[0, 1\)"),
+        ("AdamW", "amsgrad", True, "param group 0 has asked for another state"),
+        ("SGD", "momentum", 0.9, "param group 0 has asked for another state"),
+    ],
+)
+def test_a_number_that_no_step_can_be_made_with_counts_no_step(kind, key, value, text):
+    """Set between two steps, by a script or a schedule. The step after it is mended is the one that it would have been:
+    of Adam the correction of young moments goes by the count."""
+    import deepc
+    from deepc.errors import ArgumentError
+
+    found = []
+    for wrong in (False, True):
+        model = tiny.make_model()
+        optimizer = getattr(deepc.optim, kind)(model.parameters(), lr=1e-2)
+        engine, *_ = deepc.initialize(model=model, optimizer=optimizer, config=tiny.config(1, micro=8, optimizer=None))
+        engine.backward(engine(*tiny.make_batch(0)))
+        if wrong:
+            right = optimizer.param_groups[0][key]
+            optimizer.param_groups[0][key] = value
+            with pytest.raises(ArgumentError, match=text):
+                engine.step()
+            optimizer.param_groups[0][key] = right
+            assert engine.global_steps == 0
+        assert engine.step().applied
+        found.append([engine.full_fp32_param(p).clone() for p in model.parameters()])
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def test_a_step_of_ones_own_is_made():
     """A class that is derived from deepc's: the core does not step in its place."""
     import deepc

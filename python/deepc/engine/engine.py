@@ -246,6 +246,7 @@ class Engine(EngineBase):
                 "engine.step() at an accumulation boundary without a backward since the last step; call"
                 " engine.backward(loss) first"
             )
+        self.optimizer.check_groups()
         return self._conclude(self._update(), lr_kwargs)
 
     def _conclude(self, result: StepResult, lr_kwargs: dict[str, Any]) -> StepResult:

@@ -21,7 +21,7 @@ import torch
 from ...core.foreign import private
 from ...core.lib import StepArgs
 from ...core.ops import code, run_on, torch_dtype
-from ...errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, UnsupportedError
+from ...errors import ArgumentError, CheckpointError, ConfigError, DiskError, OutOfMemoryError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import (
     check_optimizer,
@@ -34,7 +34,7 @@ from ...optim.factory import (
 )
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, core_rule
-from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, is_coded
+from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, SGD_RULE, is_coded
 from ...plan.layout import Segment
 from ...plan.plan import Plan
 from ..state import ModelState, Pass
@@ -133,6 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = base.param_groups
         self.rule = core_rule(base)
         self.core = self.rule is not None
+        self._keeping = self._states_kept()
         self._state: ModelState  # from attach on
         self._counts = StepCounts()
         self._kinds: list[Kind] = []
@@ -271,9 +272,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self._across.coded_bytes()
         return sum(a.nbytes() for a in self.states.values() if isinstance(a, Coded)) if self.core else 0
 
+    def _states_kept(self) -> list[int]:
+        """Of each param group, how many states its parameters use of those that there are."""
+        rule = self.rule
+        return [] if rule is None else [min(rule.keeps(g), len(rule.names)) for g in self.param_groups]
+
+    def check_groups(self) -> None:
+        """ArgumentError if a param group has a number that the core does not take, or asks for a state that was not
+        made: before a step, because one that fails in its midst has been counted."""
+        for i, (g, kept) in enumerate(zip(self.param_groups, self._keeping)):
+            sgd = self._core.kind == SGD_RULE
+            names = {"beta1": "momentum", "beta2": "dampening"} if sgd else {"beta1": "betas[0]", "beta2": "betas[1]"}
+            for name, value in self._core.scalars(g, 1)._asdict().items():
+                beta = name in names and not sgd
+                if not math.isfinite(value) or (beta and not 0 <= value < 1) or (name == "eps" and value < 0):
+                    bound = "in [0, 1)" if beta else "finite" if name != "eps" else ">= 0"
+                    raise ArgumentError(
+                        f"engine.step(): {names.get(name, name)} of param group {i} is {value}, which must be {bound}."
+                        " Set it (an LR schedule may have set this), and call step() again: nothing was stepped"
+                    )
+            if self._core.keeps(g) > kept:
+                raise ArgumentError(
+                    f"engine.step(): param group {i} has asked for another state since the engine was made (momentum or"
+                    " amsgrad); set that before deepc.initialize"
+                )
+
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
         st, self._passes = self._state, Passes(self._state)
+        self._keeping = self._states_kept()
         if self._across is not None:
             self._across.leave_out(self._left_out)
             return
@@ -854,6 +881,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 _NOT_SAVED = frozenset({"params", "exp_avg_mask"})  # the mask is the script's, as in DeepSpeed
+
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
