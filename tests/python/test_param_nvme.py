@@ -178,6 +178,17 @@ def test_a_shard_crosses_once_per_node_and_step(tmp_path):
         assert memory == found and found[1]["parameters"] == 2 * found[2]
 
 
+def test_an_optimizer_of_torchs_is_refused_before_anything_moves(tmp_path):
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    model, want = tiny.make_model(), tiny.make_model().state_dict()
+    cfg = on_disk(tiny.config(3, micro=2), tmp_path)
+    with pytest.raises(UnsupportedError, match="offload_param.device = nvme with SGD"):
+        deepc.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=cfg)
+    same_bits(model.state_dict(), want)
+
+
 def _other_gradients(rank, world, cfgs, folder):
     import deepc
     from deepc.errors import UnsupportedError

@@ -165,8 +165,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def check_places(self, plan: Plan) -> None:
-        """Raises if states are to be divided between host and device, and can't."""
+        """Raises, before anything moves, if parameters are to lie on disk, or states to be divided between host and
+        device, and can't."""
         rule = self.rule
+        if plan.parameters_on and plan.layout.total and rule is None:
+            raise UnsupportedError(
+                f"zero_optimization.offload_param.device = nvme with {type(self.base).__name__}: torch's optimizers"
+                " update parameters in memory; use an optimizer that deepc's core steps (docs/optimizers.md), or device"
+                " none"
+            )
         if plan.host_elems is not None and (rule is None or rule.kind in ACROSS or rule.kind == LAMB or rule.form):
             what = f"state_dtype {rule.form}" if rule is not None and rule.form else type(self.base).__name__
             raise UnsupportedError(
@@ -383,12 +390,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
         st = self._state
-        if st.plan.parameters_on and st.plan.segments:
-            raise UnsupportedError(
-                f"zero_optimization.offload_param.device = nvme with {type(self.base).__name__}: torch's optimizers"
-                " update parameters in memory; use an optimizer that deepc's core steps (docs/optimizers.md), or device"
-                " none"
-            )
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
