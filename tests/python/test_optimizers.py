@@ -3,6 +3,7 @@ engine at every stage, and what they refuse. (AdamW: test_ops.py.)"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -402,6 +403,103 @@ def _groups(rank, world):
 
 def test_groups_with_and_without_momentum():
     assert all(run_ranks(_groups, 2))
+
+
+# ---- optimizers of users, which step shards --------------------------------------------------------------------------
+class Settled(torch.optim.Optimizer):
+    """Has settings beside its groups, as AdaBelief and Ranger do: an argument that must be given, one of its own name
+    and one of another."""
+
+    def __init__(self, params, power, lr=0.1, halves=False, rates=()):
+        super().__init__(params, {"lr": lr})
+        self.power, self.halves, self._rates = power, halves, list(rates)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            rate = group["lr"] * (0.5 if self.halves else 1.0) * sum(self._rates)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign() * p.grad.abs().pow(self.power), alpha=rate)
+
+
+class Careless(torch.optim.Optimizer):
+    """Puts other tensors in the place of parameters and gradients, and its second call fails; or with in_place does the
+    same without."""
+
+    def __init__(self, params, lr=0.1, in_place=False):
+        super().__init__(params, {"lr": lr})
+        self.in_place, self.calls = in_place, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 2 and not self.in_place:
+            raise torch.OutOfMemoryError("[made by the test]")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad + 0.1 * p
+                new = p - group["lr"] * grad
+                if self.in_place:
+                    p.copy_(new)
+                else:
+                    p.grad, p.data = grad, new
+                    p.grad = None
+
+
+def _trained_with(make_optimizer, rank, world, stage, precision="fp32"):
+    model = tiny.make_model()
+    config = tiny.config(
+        stage, micro=8 // world, precision=precision, clip=0.0, zero_allow_untested_optimizer=True, optimizer=None
+    )
+    engine, *_ = deepc.initialize(model=model, optimizer=make_optimizer(model.parameters()), config=config)
+    for number in range(3):
+        x, y = (t.chunk(world)[rank] for t in tiny.make_batch(number))
+        engine.backward(engine(x, y))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            engine.step()
+        if engine.global_steps == number:
+            engine.step()
+    found = {n: engine.full_fp32_param(p).clone() for n, p in model.named_parameters()}
+    found |= {f"16 {n}": p.detach().clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    return found
+
+
+class Bounded(deepc.optim.AdamW):
+    """Its step is another one than AdamW's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.clamp_(-0.05, 0.05)
+
+
+def _users_optimizers(rank, world, stage, precision):
+    model = tiny.make_model()
+    reference = Settled(model.parameters(), 1.5, halves=True, rates=(0.5, 0.25))
+    for number in range(3):
+        reference.zero_grad()
+        model(*tiny.make_batch(number)).backward()
+        reference.step()
+    found = _trained_with(lambda p: Settled(p, 1.5, halves=True, rates=(0.5, 0.25)), rank, world, stage)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(found[n], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+    want, found = (
+        _trained_with(lambda p, i=i: Careless(p, in_place=i), rank, world, stage, precision) for i in (True, False)
+    )
+    assert all(torch.equal(v, found[n]) for n, v in want.items())
+    found = _trained_with(lambda p: Bounded(p, lr=1e-2), rank, world, stage)
+    assert max(float(v.abs().max()) for v in found.values()) == pytest.approx(0.05)
+    return True
+
+
+@pytest.mark.parametrize("world, stage, precision", [(1, 0, "fp32"), (2, 1, "bf16")])
+def test_settings_and_careless_steps_of_users_optimizers(world, stage, precision):
+    assert all(run_ranks(_users_optimizers, world, args=(stage, precision)))
 
 
 def test_the_plan_counts_their_states():

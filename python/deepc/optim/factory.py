@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -189,6 +191,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
             f"{name}.step() needs {', '.join(needs)}, which an engine's step() has not (LBFGS's closure runs the model"
             " again). Use another optimizer"
         )
+    if rule is None and (missing := _arguments_of(optimizer)[1]):
+        raise UnsupportedError(
+            f"optimizer {name}: deepc steps shards with another one of its class, and can't tell the argument"
+            f" '{missing[0]}' that this one was made with: keep it as an attribute of that name"
+            f" (self.{missing[0]} = {missing[0]} in {name}.__init__), or among the defaults"
+        )
     if not takes_core_path(optimizer) and stage > 0 and name not in ELEMENTWISE and not allow_untested:
         raise ConfigError(
             f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
@@ -216,12 +224,48 @@ def check_on_disk(optimizer: torch.optim.Optimizer) -> None:
 def twin_over(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Another optimizer of the same class and arguments over other parameters, one list for each of its groups."""
-    arguments = set(inspect.signature(type(optimizer).__init__).parameters)
-    return type(optimizer)(
+    """Another optimizer of the same class, arguments and settings over other parameters, one list for each of its
+    groups."""
+    twin = type(optimizer)(
         [
             {**{k: v for k, v in g.items() if k != "params"}, "params": list(ps)}
             for g, ps in zip(optimizer.param_groups, groups)
         ],
-        **{k: v for k, v in optimizer.defaults.items() if k in arguments},
+        **_arguments_of(optimizer)[0],
     )
+    twin.defaults = dict(optimizer.defaults)
+    for name, value in vars(optimizer).items():  # AdaBelief's `rectify` and the like are neither defaults nor in groups
+        if name not in _TORCHS_OWN and _is_setting(value):
+            setattr(twin, name, copy.deepcopy(value))
+    return twin
+
+
+_TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """(arguments that make another one like it, those of its class that must be given and are not known): an optimizer
+    keeps what it was made with among its defaults, or as an attribute of that name."""
+    known: dict[str, Any] = {}
+    missing: list[str] = []
+    arguments = inspect.signature(type(optimizer).__init__).parameters.items()
+    for name, p in itertools.islice(arguments, 2, None):  # behind self and the parameters
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            continue
+        needed = p.default is p.empty
+        if name in optimizer.defaults:
+            known[name] = optimizer.defaults[name]
+        elif name in vars(optimizer) and (needed or _is_setting(vars(optimizer)[name])):
+            known[name] = vars(optimizer)[name]
+        elif needed:
+            missing.append(name)
+    return known, missing
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is numbers, names and the like alone: nothing that has to do with parameters."""
+    if isinstance(value, Mapping):
+        return all(map(_is_setting, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device))

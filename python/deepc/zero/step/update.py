@@ -392,6 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st = self._state
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
+        self._grads: list[torch.Tensor] = []  # what is accumulated of each
         for s in st.plan.segments:
             source = st.piece(s)
             grad = st.acc[s.shard_begin : s.shard_begin + s.length]
@@ -401,9 +402,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 # its states are no scalars.
                 source, grad = source.view(shape), grad.view(shape)
             shard = torch.nn.Parameter(source)
-            shard.grad = grad
             groups[self._group_of[s.param]].append(shard)
             self._shards.append((s, shard))
+            self._grads.append(grad)
         # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code
         # see them.
         self._twin = twin_over(self.base, groups)
@@ -669,14 +670,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch.ops.deepc.scale_tensor(st.acc, grad_scale)
         for mine, twin in zip(self.param_groups, self._twin.param_groups):
             twin.update({k: v for k, v in mine.items() if k != "params"})
-        left_out = [(shard, shard.grad) for s, shard in self._shards if s.param in self._left_out]
-        for shard, _ in left_out:
-            shard.grad = None
-        self._twin.step()
+        # An optimizer may have put another tensor in the place of a gradient, or none.
+        for (s, shard), grad in zip(self._shards, self._grads):
+            shard.grad = None if s.param in self._left_out else grad
+        try:
+            self._twin.step()
+        except BaseException:  # who tries again scales them again
+            if grad_scale != 1.0:
+                torch.ops.deepc.scale_tensor(st.acc, 1.0 / grad_scale)
+            raise
         for mine, twin in zip(self.param_groups, self._twin.param_groups):  # some keep states there: Prodigy its `d`
             mine.update({k: v for k, v in twin.items() if k != "params"})
-        for shard, grad in left_out:
-            shard.grad = grad
+        for (s, shard), grad in zip(self._shards, self._grads):
+            piece = st.piece(s)
+            if shard.data_ptr() != piece.data_ptr():  # `p.data = ...`
+                piece.copy_(shard.detach().reshape(-1))
+                shard.data = piece.view(grad.shape)
         if st.master is not None and not st.plan.parameters_as:
             for s, shard in self._shards:
                 st.flat[s.flat_begin : s.flat_begin + s.length].copy_(shard.data.view(-1))
