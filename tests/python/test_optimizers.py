@@ -502,6 +502,58 @@ def test_settings_and_careless_steps_of_users_optimizers(world, stage, precision
     assert all(run_ranks(_users_optimizers, world, args=(stage, precision)))
 
 
+def _calls_of_the_users_own(rank, world):
+    """An optimizer whose parameters an engine trains steps and loads nothing, and its hooks are not called."""
+
+    class Unknown(torch.optim.SGD):
+        def __init__(self, params, more):
+            super().__init__(params, lr=0.1 + more)
+
+    def make(optimizer, model):
+        return deepc.initialize(model=model, optimizer=optimizer, config=tiny.config(0, micro=8, optimizer=None))[0]
+
+    model = tiny.make_model()
+    with pytest.raises(UnsupportedError, match="can't tell the argument 'more'"):
+        make(Unknown(model.parameters(), 1), model)
+    for kind in (deepc.optim.AdamW, torch.optim.SGD):
+        base = kind(model.parameters(), lr=0.1)
+        handle = base.register_step_post_hook(lambda *_: None)
+        with pytest.raises(UnsupportedError, match="register_step_post_hook was given would not be called"):
+            make(base, model)
+        handle.remove()
+        saved = base.state_dict()
+        engine = make(base, model)
+        for call, match in (
+            (base.step, r"call engine.step\(\)"),
+            (lambda base=base, saved=saved: base.load_state_dict(saved), "would change nothing"),
+            (lambda engine=engine: engine.optimizer.register_step_pre_hook(print), "would not be called"),
+        ):
+            with pytest.raises(UnsupportedError, match=match):
+                call()
+        engine.destroy()
+        base.load_state_dict(saved)
+        base.step()
+        engine = make(base, model)  # again
+        engine.destroy()
+    return True
+
+
+def test_calls_of_an_optimizer_that_an_engine_has():
+    assert all(run_ranks(_calls_of_the_users_own, 1))
+
+
+def test_states_of_before_are_told(caplog):
+    model = tiny.make_model()
+    for steps, kind in ((0, torch.optim.Adagrad), (1, torch.optim.AdamW)):
+        base = kind(model.parameters(), lr=0.1)
+        for number in range(steps):
+            model(*tiny.make_batch(number)).backward()
+            base.step()
+        engine, *_ = deepc.initialize(model=model, optimizer=base, config=tiny.config(0, micro=8, optimizer=None))
+        assert ("the engine begins with fresh states" in caplog.text) == bool(steps)
+        engine.destroy()
+
+
 def test_the_plan_counts_their_states():
     from deepc.optim.factory import moments_of
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
@@ -37,6 +38,7 @@ from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, Scalars, cor
 from ...optim.states.formats import ADAMW, DECOUPLED, FORMATS, NESTEROV, SGD_RULE, is_coded
 from ...plan.layout import Segment
 from ...plan.plan import Plan
+from ..parameters import owners
 from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk, UnitScales
 from ..tiers.disk import DiskTier
@@ -52,6 +54,8 @@ from .across.ratios import RatioUpdate
 from .across.sharers import Sharers
 from .across.stored import MatrixUpdateOnDisk
 from .tree import LayoutOrder
+
+logger = logging.getLogger("deepc")
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
 
@@ -149,6 +153,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
+        for when in ("pre", "post"):
+            hooks = vars(base).get(f"_optimizer_step_{when}_hooks", {})
+            if any(h is not _refuse_step for h in hooks.values()):
+                raise UnsupportedError(_NO_HOOKS.format(f"what {_name(base)}.register_step_{when}_hook was given"))
         self._hook_tables()
 
     def check_layout(self) -> None:
@@ -228,10 +236,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Binds the update to this rank's share. group_of[i]: param group of flat parameter i. sharers: the ranks that
         hold the other shards of parameters, where these are cut."""
         self._state, self._group_of, self._sharers = state, group_of, sharers
+        self._tell_of_states()
+        _refuse_calls(self.base)
         if self.core:
             self._attach_core()
         else:
             self._attach_torch()
+
+    def _tell_of_states(self) -> None:
+        """What `base` has kept of steps of its own is not where the engine's states are."""
+        st, kept = self._state, self.base.state
+        stepped = [n for n, p in zip(st.names, st.trained) if p in kept and _has_stepped(kept[p])]
+        if stepped and st.group.rank == 0:
+            logger.warning(
+                "%s has stepped %d parameters already ('%s', ...), and the engine begins with fresh states: give it"
+                " what was kept by deepc.view(p).state, or load a checkpoint of an engine",
+                _name(self.base),
+                len(stepped),
+                stepped[0],
+            )
 
     @property
     def _core(self) -> CoreRule:
@@ -698,6 +721,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "call engine.step(), not optimizer.step(): the engine reduces, unscales and clips before the update"
         )
 
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:
+        raise UnsupportedError(_NO_HOOKS.format("a hook of the optimizer's steps"))
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:
+        raise UnsupportedError(_NO_HOOKS.format("a hook of the optimizer's steps"))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients live in the engine's accumulators; this drops what users left in `.grad`."""
         for group in self.param_groups:
@@ -888,6 +917,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"
+
+
+# ---- the user's own optimizer, which steps nothing while an engine trains its parameters -----------------------------
+_NO_HOOKS = (
+    "{} would not be called: the engine steps shards of the parameters, not by the optimizer's own step. Do its work"
+    " behind engine.step()"
+)
+
+
+def _refuse_calls(base: torch.optim.Optimizer) -> None:
+    if _refuse_step not in vars(base).get("_optimizer_step_pre_hooks", {}).values():  # else of an engine before
+        base.register_step_pre_hook(_refuse_step)
+        base.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _refuse_step(base: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _trains(base):
+        raise UnsupportedError(f"call engine.step(), not {_name(base)}.step(): gradients and states are the engine's")
+
+
+def _refuse_load(base: torch.optim.Optimizer, state_dict: Any) -> None:
+    if _trains(base):
+        raise UnsupportedError(
+            f"{_name(base)}.load_state_dict would change nothing: states are the engine's. Use engine.load_checkpoint,"
+            " engine.optimizer.load_state_dict, or deepc.view(p).state"
+        )
+
+
+def _trains(base: torch.optim.Optimizer) -> bool:
+    """Whether an engine trains what `base` has."""
+    return any(owners.trainer(p) is not None for group in base.param_groups for p in group["params"])
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's states are not what they begin as: Adagrad makes its own before the first step."""
+    values = [state["step"]] if "step" in state else state.values()
+    return any(bool(v.count_nonzero()) if isinstance(v, torch.Tensor) else bool(v) for v in values)
 
 
 _NOT_SAVED = frozenset({"params", "exp_avg_mask"})  # the mask is the script's, as in DeepSpeed
