@@ -8,7 +8,7 @@ import types
 import pytest
 import tiny
 import torch
-from deepc.errors import CheckpointError, ConfigError, DeepcError
+from deepc.errors import ArgumentError, CheckpointError, ConfigError, DeepcError
 from ranks import for_this_job, run_quietly
 from torch import nn
 
@@ -111,6 +111,97 @@ def test_states_that_some_parameters_have(name, world, stage, tmp_path):
     assert all(run_quietly(_torch_states, world, name, stage, str(tmp_path)))
 
 
+class Kept(torch.optim.Optimizer):
+    """Keeps numbers of 16 bits and of one; and what Hugging Face's Adafactor does, a number for each column, and SOAP,
+    lists of factors and what is nothing yet."""
+
+    def __init__(self, params, columns=False, lists=False):
+        super().__init__(params, {"lr": 1e-2})
+        self.columns, self.lists = columns, lists
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["m"], state["up"] = (torch.zeros_like(p, dtype=t) for t in (torch.bfloat16, torch.bool))
+                state.update({"columns": torch.zeros(p.shape[-1:])} if self.columns else {})
+                state.update({"factors": [torch.ones(2), {"by": 1.0}], "later": None} if self.lists else {})
+            assert (state["m"].dtype, state["up"].dtype) == (torch.bfloat16, torch.bool)
+            state["m"].mul_(0.9).add_(p.grad)
+            state["up"].logical_xor_(p.grad > 0)
+            move = state["m"].float() + state["up"].float()
+            if self.columns:
+                assert state["columns"].shape == p.shape[-1:]
+                state["columns"].add_(p.grad.square().view(-1, p.shape[-1]).sum(0))
+                move = move / (1 + state["columns"])
+            if self.lists:
+                state["factors"][0] += 1
+                state["factors"][1]["by"] *= float(state["factors"][0].sum())
+                state["later"] = "now" if state["later"] is None else state["later"] + "!"
+                move = move * state["factors"][1]["by"] / len(state["later"])
+            p.sub_(move, alpha=self.param_groups[0]["lr"])
+
+
+class Reward(nn.Module):
+    """Its head has one row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh()).square().mean()
+
+
+def _kept(rank, world, stage, folder):
+    """A resumed run is the uninterrupted one, and state_dict goes there and back."""
+    found = []
+
+    def train(engine, number):
+        if stage:
+            step(engine, number, rank, world)
+            return
+        engine.backward(engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))))
+        engine.step()
+
+    for resumes in (False, True):
+        optimizer = lambda params: Kept(params, columns=stage == 0, lists=stage == 0)
+        model = tiny.make_model() if stage else Reward()
+        engine = make(model, stage, optimizer, 4, zero_allow_untested_optimizer=True)
+        if resumes:
+            engine.load_checkpoint(folder)
+        for number in range(2 if resumes else 0, 4):
+            train(engine, number)
+            if number == 1:
+                engine.save_checkpoint(folder)
+        found.append(values(engine))
+        saved = engine.optimizer.state_dict()
+        train(engine, 5)
+        engine.optimizer.load_state_dict(saved)
+        again = engine.optimizer.state_dict()
+        assert str(again) == str(saved) and ("trees" in saved["hyper"]) == (stage == 0)
+        for bad, match in (
+            ({"state": {}, "param_groups": []}, "takes what .* of a deepc engine gave, and got state, param_groups"),
+            ({**saved, "owned": {"m/head.wight@0": torch.zeros(8)}}, "'m/head.wight@0', of a parameter that this"),
+            ({**saved, "owned": {k: v[:1] for k, v in saved["owned"].items()}}, "has no '.*' of .* elements"),
+        ):
+            with pytest.raises((ArgumentError, ConfigError), match=match):
+                engine.optimizer.load_state_dict(bad)
+        assert str(engine.optimizer.state_dict()) == str(saved)
+        engine.destroy()
+    same(*found)
+    return True
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 1)])
+def test_states_of_other_shapes_dtypes_and_kinds(world, stage, tmp_path):
+    assert all(run_quietly(_kept, world, stage, str(tmp_path)))
+
+
 class Paced(torch.optim.Optimizer):
     """Keeps states in its param group, as Prodigy, D-Adaptation and schedule-free optimizers do: what it was made with,
     and what the first step adds."""
@@ -204,12 +295,14 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path):
 
 
 def _not_in_shards(rank, world, folder):
-    model = tiny.make_model()
-    engine = make(model, 1, Own(model.parameters()), 8 // world, zero_allow_untested_optimizer=True)
-    step(engine, 0, rank, world)
-    with pytest.raises(DeepcError, match="does not lie in shards; use zero_optimization.stage 0|gave up as well"):
-        engine.save_checkpoint(folder)
-    engine.destroy()
+    """Whichever rank has them."""
+    for kind in (Own, lambda params: Kept(params, lists=True), lambda params: Kept(params, columns=rank == 1)):
+        model = tiny.make_model()
+        engine = make(model, 1, kind(model.parameters()), 8 // world, zero_allow_untested_optimizer=True)
+        step(engine, 0, rank, world)
+        with pytest.raises(DeepcError, match="does not lie in shards; use zero_optimization.stage 0|gave up as well"):
+            engine.save_checkpoint(folder)
+        engine.destroy()
     return True
 
 

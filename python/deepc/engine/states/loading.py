@@ -16,6 +16,7 @@ from ...checkpoint.store import CheckpointReader, decode_client_state, list_tags
 from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
 from ...parallel.expert.spread import name_among_all
+from ...zero.step.update import Like
 from ...zero.tiers.windows import Window
 from ..base import say
 from .saving import (
@@ -290,10 +291,12 @@ def _prepare_torch_states(engine: EngineBase, reader: CheckpointReader) -> None:
     kinds = sorted({full.partition("/")[0] for full in reader.tensors} - own)
     kinds = [kind for kind in kinds if not kind.startswith((SCALAR, AVERAGE, f"{EXTRA}."))]
 
-    def has(i: int) -> dict[str, tuple[int, ...]]:
+    def has(i: int) -> dict[str, Like]:
         whole, here = Place.of(engine, engine.state.trained[i]).shape, tuple(engine.state.shapes[i])
-        found = {kind: reader[full].shape for kind in kinds if (full := f"{kind}/{names[i]}") in reader.tensors}
-        return {kind: here if shape == whole else shape for kind, shape in found.items()}  # of a cut one this shard's
+        found = {kind: reader[full] for kind in kinds if (full := f"{kind}/{names[i]}") in reader.tensors}
+        return {  # of a cut one this shard's
+            kind: Like(here if info.shape == whole else info.shape, info.dtype) for kind, info in found.items()
+        }
 
     engine.optimizer.prepare_states(has)
 

@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -109,6 +110,13 @@ def within(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
         lo, hi = max(r.own, begin), min(r.own + r.n, end)
         cut.append(Run(r.kind, r.flat + lo - r.own, lo, hi - lo))
     return cut
+
+
+class Like(NamedTuple):
+    """A tensor of a checkpoint, without its values."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
 
 
 class KindStep(NamedTuple):
@@ -754,24 +762,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         for s, shard in self._shards:
             for name, value in self._twin.state.get(shard, {}).items():
-                if torch.is_tensor(value) and value.numel() == s.length and value.dim() > 0:
+                if torch.is_tensor(value) and value.dim() > 0 and self._in_shards(s, shard, value):
                     yield name, s, Window(value.view(-1))
+
+    def _in_shards(self, s: Segment, shard: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a state of a torch optimizer has a number for each element of the shard of segment `s`. Where every
+        rank has whole parameters, of their shape: what Hugging Face's Adafactor keeps of the columns of a matrix of one
+        row is as long, and is to be a vector again."""
+        whole = self._state.plan.own_all and self._sharers is None
+        return value.shape == shard.shape if whole else value.numel() == s.length
 
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yields (state name, flat parameter, the state) for every one that all ranks have whole."""
         self._require_here()
         if self._across is not None:
             yield from self._across.whole_states()
+        self._require_shards()
         for s, shard in () if self.core else self._shards:
             for name, value in self._twin.state.get(shard, {}).items():
-                if torch.is_tensor(value) and value.dim() > 0 and value.numel() != s.length:
-                    if not self._state.plan.own_all:
-                        raise UnsupportedError(
-                            f"optimizer state '{name}' of '{self._state.names[s.param]}' has shape"
-                            f" {tuple(value.shape)} beside {s.length} elements of the parameter: what"
-                            f" {_name(self.base)} keeps does not lie in shards; use zero_optimization.stage 0"
-                        )
+                if torch.is_tensor(value) and value.dim() > 0 and not self._in_shards(s, shard, value):
                     yield name, s.param, value
+
+    def _require_shards(self) -> None:
+        """UnsupportedError if a torch optimizer keeps here what a shard's elements, or a number, are not."""
+        for s, shard in () if self.core or self._state.plan.own_all else self._shards:
+            for name, value in self._twin.state.get(shard, {}).items():
+                has = f"has shape {tuple(value.shape)}" if torch.is_tensor(value) else f"is a {type(value).__name__}"
+                fits = value is None or isinstance(value, (int, float))
+                if not fits and not (torch.is_tensor(value) and (not value.dim() or self._in_shards(s, shard, value))):
+                    raise UnsupportedError(
+                        f"optimizer state '{name}' of '{self._state.names[s.param]}' {has} beside {s.length} elements"
+                        f" of the parameter: what {_name(self.base)} keeps does not lie in shards; use"
+                        " zero_optimization.stage 0"
+                    )
 
     def own_states(self) -> Iterator[OwnState]:
         """Yields what differs between ranks, for checkpoints: errors of 1-bit optimizers."""
@@ -796,15 +819,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Names of the per-element states of a torch optimizer (empty for the C path)."""
         return [] if self.core else sorted({n for n, _, _ in self.owned_states()})
 
-    def prepare_states(self, has: Callable[[int], Mapping[str, Sequence[int]]]) -> None:
-        """Before loading into a torch optimizer: creates its states with dimensions, zeroed. has(parameter): names and
-        whole shapes of those that there are to load; a parameter that has none was never stepped."""
-        numels = self._state.plan.layout.numels
+    def prepare_states(self, has: Callable[[int], Mapping[str, Like]]) -> None:
+        """Before loading into a torch optimizer: creates its states with dimensions, zeroed. has(parameter): names,
+        whole shapes and dtypes of those that there are to load; a parameter that has none was never stepped."""
+        plan = self._state.plan
         for s, shard in () if self.core else self._shards:
             self._twin.state.pop(shard, None)
-            for name, shape in has(s.param).items():
-                alike = math.prod(shape) == numels[s.param]
-                state = torch.zeros_like(shard.data) if alike else shard.new_zeros(tuple(shape))
+            for name, (shape, dtype) in has(s.param).items():
+                alike = tuple(shape) == tuple(self._state.shapes[s.param])
+                alike |= not plan.own_all and math.prod(shape) == plan.layout.numels[s.param]
+                state = shard.new_zeros(shard.shape if alike else tuple(shape), dtype=dtype)
                 self._twin.state[shard][name] = state
 
     def scalar_states(self) -> Iterator[tuple[str, int, Any]]:
@@ -815,6 +839,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             counts = self._counts
             yield from (("step", i, counts.of(i)) for i in range(len(self._group_of)) if counts.missed(i))
             return
+        self._require_shards()
         firsts = {s.param: shard for s, shard in reversed(self._shards)}  # a parameter may lie here in several pieces
         for param, shard in firsts.items():
             for name, value in self._twin.state.get(shard, {}).items():
@@ -836,6 +861,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"checkpoint {path} was saved with {saved['type']} ({_states(kind)}), whose states are not those of"
                 f" {_name(self.base)} ({_states(self._kind())}); pass load_optimizer_states=False"
             )
+        if saved.get("trees") and not self._state.plan.own_all:
+            raise CheckpointError(
+                f"checkpoint {path} has states of {saved['type']} that do not lie in shards; use"
+                " zero_optimization.stage 0, or pass load_optimizer_states=False"
+            )
         if len(saved["param_groups"]) != len(self.param_groups):
             raise ConfigError(
                 f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer"
@@ -850,7 +880,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for g in self.param_groups
         ]
         state = {"type": _name(self.base), "kind": self._kind(), "step": self._counts.total, "param_groups": groups}
-        return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
+        if isinstance(self._across, MomentumUpdate):
+            return {**state, "across": self._across.numbers()}
+        return {**state, "trees": trees} if (trees := self._trees()) else state
+
+    def _trees(self) -> dict[str, dict[str, Any]]:
+        """Where every rank has all of them: parameter -> states of a torch optimizer that are neither tensors nor
+        numbers (a list of factors, None)."""
+        out: dict[str, dict[str, Any]] = {}
+        for s, shard in self._shards if not self.core and self._state.plan.own_all else ():
+            state = self._twin.state.get(shard, {}).items()
+            if odd := {k: _copied(v) for k, v in state if not isinstance(v, (torch.Tensor, int, float))}:
+                out[self._state.names[s.param]] = odd
+        return out
 
     def load_hyper_state(self, saved: dict[str, Any], scalars: Sequence[tuple[str, int, Any]] = ()) -> None:
         """scalars: (state name, parameter, value) of all trained parameters' scalar_states."""
@@ -875,6 +917,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 own = {**common, **own}
             if own:
                 self._twin.state[shard].update({k: _own(k, v, shard.device) for k, v in own.items()})
+            for k, v in saved.get("trees", {}).get(self._state.names[s.param], {}).items():
+                self._twin.state[shard][k] = _copied(v, shard.device)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
@@ -893,27 +937,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer.load_state_dict of {type(self.base).__name__} does not exist: its phase and the errors that"
                 " ranks carry on are not in it; use engine.load_checkpoint"
             )
+        if not isinstance(state_dict, Mapping) or not {"hyper", "owned"} <= set(state_dict):
+            keys = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise ArgumentError(
+                f"optimizer.load_state_dict takes what optimizer.state_dict() of a deepc engine gave, and got {keys}:"
+                " what another optimizer saved does not fit; use engine.load_checkpoint, or write states by"
+                " deepc.view(p).state"
+            )
         self.check_saved(state_dict["hyper"], "of optimizer.state_dict()")
-        index = {name: i for i, name in enumerate(self._state.names)}
-        there: dict[int, dict[str, Sequence[int]]] = {}
-        for key, value in state_dict["owned"].items():
+        owned, index = state_dict["owned"], {name: i for i, name in enumerate(self._state.names)}
+        there: dict[int, dict[str, Like]] = {}
+        for key, value in owned.items():
             state, _, name = key.partition("/")
-            part = name.rpartition("@")[0]
-            param = index[name if name in index else part]
-            there.setdefault(param, {})[state] = value.shape if name in index else self._state.shapes[param]
+            part = name if name in index else name.rpartition("@")[0]
+            if part not in index:
+                raise ConfigError(f"the state_dict has '{key}', of a parameter that this engine does not train")
+            shape = value.shape if name in index else self._state.shapes[index[part]]
+            there.setdefault(index[part], {})[state] = Like(shape, value.dtype)
+        want = self._keys_wanted(there, owned)  # looked for before anything is written
+        if lost := next((k for k, n in want.items() if k not in owned or owned[k].numel() != n), None):
+            raise ConfigError(
+                f"the state_dict has no '{lost}' of {want[lost]} elements: it was made with another stage or number of"
+                " ranks; use engine.load_checkpoint"
+            )
         self.prepare_states(lambda i: there.get(i, {}))
         scalars = [(k.partition("/"), v) for k, v in state_dict.get("scalars", {}).items()]
-        self.load_hyper_state(state_dict["hyper"], [(k[0], index[k[2]], v) for k, v in scalars])
+        self.load_hyper_state(state_dict["hyper"], [(k[0], index[k[2]], v) for k, v in scalars if k[2] in index])
         for n, s, window in self.owned_states():
-            key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
-            if key not in state_dict["owned"]:
-                raise ConfigError(
-                    f"the state_dict has no '{key}': it was made with another stage or number of ranks; use"
-                    " engine.load_checkpoint"
-                )
-            window.write(state_dict["owned"][key])
+            window.write(owned[f"{n}/{self._state.names[s.param]}@{s.param_begin}"])
         for n, i, whole in self.whole_states():
-            whole.copy_(state_dict["owned"][f"{n}/{self._state.names[i]}"])
+            whole.copy_(owned[f"{n}/{self._state.names[i]}"])
+
+    def _keys_wanted(
+        self, there: Mapping[int, Mapping[str, Like]], owned: Mapping[str, torch.Tensor]
+    ) -> dict[str, int]:
+        """Of a state_dict's states: key -> elements; of a torch optimizer, whose states begin with loading, of those
+        that are `there` of a parameter."""
+        names = self._state.names
+        if self.core:
+            shards = {f"{n}/{names[s.param]}@{s.param_begin}": s.length for n, s, _ in self.owned_states()}
+            return shards | {f"{n}/{names[i]}": whole.numel() for n, i, whole in self.whole_states()}
+        found = ((f"{n}/{names[s.param]}", s) for s, _ in self._shards for n in there.get(s.param, ()))
+        return {f"{key}@{s.param_begin}": s.length for key, s in found if key not in owned}
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"
@@ -980,6 +1045,15 @@ def _plain(value: Any) -> Any:
     if torch.is_tensor(value) and value.dim() == 0:
         return value.item()
     return list(value) if isinstance(value, tuple) else _kept(value)
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A state that is no tensor, with tensors in it on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(value.device if device is None else device, copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v, device) for v in value)
+    return {k: _copied(v, device) for k, v in value.items()} if type(value) is dict else deepcopy(value)
 
 
 def _kept(value: Any) -> Any:
