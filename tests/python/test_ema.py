@@ -200,6 +200,12 @@ def test_what_it_refuses():
         average.applied(),
     ):
         pass
+    with average.applied(), engine.no_sync():  # whose gradients would be the next step's
+        loss = engine(*tiny.make_batch(0))
+        for backward in (lambda: engine.backward(loss), loss.backward):
+            with pytest.raises(deepc.DeepcError, match="the model has the values of the average"):
+                backward()
+    assert all(p.grad is None for p in engine.module.parameters())
     engine.destroy()
     assert StrayWriteError
 

@@ -97,6 +97,7 @@ class GradientHooks:
     def running(self, scale: float) -> Iterator[None]:
         """A backward of this engine's loss, which was multiplied by `scale`: others that it reaches see whose it is. If
         it raises, everything but `discard` refuses."""
+        self._refuse_blocked()
         self.scale = scale
         before, GradientHooks._running = GradientHooks._running, self
         try:
@@ -142,6 +143,7 @@ class GradientHooks:
     def _ask(self) -> None:
         """The factor of what a backward leaves that this engine does not run: of a loss.backward() of the script, or of
         another engine's. Once a backward; what stays already is put aside, for autograd adds to it."""
+        self._refuse_blocked()
         if self._one_gradient or (task := private.graph_task_id()) == self._asked:
             return
         self._asked = task
@@ -220,8 +222,7 @@ class GradientHooks:
     def begin_pass(self, boundary: bool, factor: float = 1.0) -> None:
         """Opens a pass; the first since the last step overwrites the accumulators."""
         self._events.notice_backward()
-        if self.blocked:
-            raise DeepcError(self.blocked)
+        self._refuse_blocked()
         self.open, self.boundary, self._factor = True, boundary, factor
         self._added.clear()
         self.norm_ready = False
@@ -318,8 +319,7 @@ class GradientHooks:
 
     def check(self) -> None:
         """Raises if a backward since the last step did not come to its end."""
-        if self.blocked:
-            raise DeepcError(self.blocked)
+        self._refuse_blocked()
         if self.broken:
             self._failed = True
             raise DeepcError(
@@ -327,6 +327,11 @@ class GradientHooks:
                 " engine.restart_step() on every rank (it drops what was accumulated since the last step, as"
                 " engine.zero_grad() does) and go on with a new forward, which is the step's first micro-batch"
             )
+
+    def _refuse_blocked(self) -> None:
+        """Raises while nothing may be trained: gradients that no_sync leaves would be the next step's as well."""
+        if self.blocked:
+            raise DeepcError(self.blocked)
 
     def discard(self) -> None:
         """Drops all gradients since the last step (collective if a pass is open)."""
