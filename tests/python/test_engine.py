@@ -826,6 +826,11 @@ def test_bad_input_is_a_clear_error():
     twin[1].weight.data = twin[0].weight.data
     with pytest.raises(ConfigError, match="share memory"):
         deepc.initialize(model=twin, config=cfg)
+    for trained in (True, False):
+        part = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        part[1].bias = torch.nn.Parameter(part[0].weight.data.view(-1)[4:8], trained)
+        with pytest.raises(ConfigError, match="'1.bias' lies in a part of the memory of '0.weight'"):
+            deepc.initialize(model=part, config=cfg)
 
     engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=cfg)
     x, y = tiny.make_batch(0)

@@ -255,6 +255,25 @@ class ModelState:
                 )
             if at < len(self.trained):  # the frozen ones come behind
                 seen[key] = name
+        self._refuse_overlaps(named)
+
+    def _refuse_overlaps(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """The same where one lies in a part of another's memory."""
+        spans: list[tuple[str, int, int, int, str]] = []
+        for at, (name, p) in enumerate(named):
+            if not isinstance(p, Released) and p.numel() and not p.is_meta and p.is_contiguous():
+                spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, at, name))
+        ends: dict[tuple[str, bool], tuple[int, str]] = {}  # (device, trained) -> how far they have come, and who
+        for device, begin, end, at, name in sorted(spans):
+            trained = at < len(self.trained)
+            for others in (True, False) if trained else (True,):
+                far, other = ends.get((device, others), (0, ""))
+                if begin < far:
+                    raise ConfigError(
+                        f"parameter '{name}' lies in a part of the memory of '{other}', and each gets memory of its"
+                        " own: make it a view of that parameter in forward, or copy its values (clone)"
+                    )
+            ends[device, trained] = max(ends.get((device, trained), (0, "")), (end, name))
 
     def _segments_by_param(self) -> list[list[Segment]]:
         out: list[list[Segment]] = [[] for _ in self.trained]
