@@ -299,6 +299,7 @@ class GatheredParameters:
         # All ranks take them in one order, whatever order they are given in: transformers gives a set.
         self._params = sorted((p for p in unique.values() if is_zero_param(p)), key=number)
         self._modifier = modifier_rank
+        self._open: list[contextlib.ExitStack] = []  # one for each time that it is entered
         if modifier_rank is not None and not (isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)):
             raise ArgumentError(f"modifier_rank is a rank or None, got {modifier_rank!r}")
         if fwd_module is not None:
@@ -313,12 +314,12 @@ class GatheredParameters:
         with contextlib.ExitStack() as stack:  # if one can't be opened, those before it are closed
             for holder, params in by_holder.values():
                 stack.enter_context(_Opened(holder, params, self._modifier))
-            self._open = stack.pop_all()
+            self._open.append(stack.pop_all())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)  # all go home, also if one of them has an error to tell
+        self._open.pop().__exit__(kind, error, trace)  # all go home, also if one of them has an error to tell
 
 
 class _Opened:

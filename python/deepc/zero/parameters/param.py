@@ -124,8 +124,9 @@ def _allowed() -> frozenset[Callable[..., Any]]:
         for access in ("__get__", "__set__", "__delete__"):
             if hasattr(attribute, access):
                 out.add(getattr(attribute, access))
+    functions = {getattr(torch, f) for f in ("numel", "is_floating_point", "is_complex", "is_signed", "get_device")}
     return frozenset(
-        out | {getattr(t, m) for m in methods if hasattr(t, m)} | {private.has_compatible_shallow_copy_type}
+        out | functions | {getattr(t, m) for m in methods if hasattr(t, m)} | {private.has_compatible_shallow_copy_type}
     )
 
 
