@@ -570,6 +570,58 @@ def test_a_call_that_is_interrupted_leaves_nothing(recompute):
 
 
 # ---- reading and writing from outside --------------------------------------------------------------------------------
+def _no_memory(rank, world):
+    """A forward for which there is no memory, of a unit that it needs or of one that is gathered ahead: run again it
+    has the values that it has without that, and nothing stays."""
+    import deepc
+    from deepc.zero.parameters.param import FlatUnit
+
+    countdown, allocate, found = 0, FlatUnit._allocate, []
+
+    def no_room(unit):
+        nonlocal countdown
+        countdown -= 1
+        if countdown == 0:
+            raise torch.OutOfMemoryError("[made by the test]")
+        unit.storage.resize_(unit.nbytes)
+        unit.flat.fill_(float("nan"))
+
+    cfg = tiny.config(3, micro=2)
+    cfg["zero_optimization"].update({**NO_LIMITS, "stage3_prefetch_bucket_size": 30000})
+    FlatUnit._allocate = no_room
+    try:
+        for fails_at in range(7):
+            with streamed():
+                engine = deepc.initialize(model=tiny.make_model(layers=4), config=cfg)[0]
+            units, losses, failed = engine.state.streamed, [], 0
+            for step in range(4):
+                x, y = tiny.make_batch(step, 2)
+                countdown = fails_at if step > 1 else 0
+                try:
+                    loss = engine(x, y)
+                except torch.OutOfMemoryError:
+                    failed += 1
+                    assert not any(u.uses for u in units._units)
+                    assert units.live_elems == sum(u.elems for u in units._units if u.live)
+                    loss = engine(x, y)
+                countdown = 0
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                assert units.stats()["live_elems"] == 0
+            found.append(losses)
+            assert failed == (2 if fails_at else 0)
+            engine.destroy()
+    finally:
+        FlatUnit._allocate = allocate
+    assert found == found[:1] * 7
+    return True
+
+
+def test_a_forward_without_memory_is_run_again():
+    assert all(run_ranks(_no_memory, 1))
+
+
 def _access(rank, world, folder, transport):
     import deepc
 

@@ -212,18 +212,25 @@ class StreamedUnits:
 
     def _begin(self, unit: FlatUnit) -> None:
         """Storage for a unit; it counts as live from here on."""
-        if not unit.live:
+        new = not unit.live
+        if new:
             self._make_room(unit.elems)
+        unit.begin()
+        if new:  # else there was no memory for it
             self.live_elems += unit.elems
             self._stats["live_elems_max"] = max(self._stats["live_elems_max"], self.live_elems)
-        unit.begin()
 
     def _start(self, units: Sequence[FlatUnit]) -> None:
         """Begins the gathers of units that have storage."""
         self._stats["gathers"] += len(units)
         self._stats["gathered_elems"] += sum(unit.elems for unit in units)
-        with torch.no_grad():
-            self._source.begin(units)
+        try:
+            with torch.no_grad():
+                self._source.begin(units)
+        except BaseException:  # they are begun again when they are needed: nothing fills them now
+            for unit in units:
+                self._drop(unit)
+            raise
 
     def _finish(self, unit: FlatUnit) -> None:
         self._source.complete(unit)
@@ -363,15 +370,17 @@ class StreamedUnits:
             if v != unit.index:
                 self._release(self._units[v])
         ahead = []
-        for v in order.ahead[i]:
-            coming = self._units[v]
-            if not coming.live and self.live_elems + coming.elems <= self._max_live:
-                self._begin(coming)
-                coming.keep = True
-                ahead.append(coming)
-        if ahead:
-            self._start(ahead)
-            self._stats["prefetched"] += len(ahead)
+        try:
+            for v in order.ahead[i]:
+                coming = self._units[v]
+                if not coming.live and self.live_elems + coming.elems <= self._max_live:
+                    self._begin(coming)
+                    coming.keep = True
+                    ahead.append(coming)
+        finally:  # also where there was no memory for one more
+            if ahead:
+                self._start(ahead)
+                self._stats["prefetched"] += len(ahead)
         unit.keep = order.keep[i]
 
     def _stays(self, unit: FlatUnit) -> bool:
@@ -426,14 +435,16 @@ class StreamedUnits:
     def enter(self, units: Sequence[FlatUnit], of: int) -> None:
         """The module with the identity `of`, which uses `units`, begins."""
         self._begin_pass_if_new(of)
-        for at, unit in enumerate(units):
-            try:
+        used: list[FlatUnit] = []
+        try:
+            for unit in units:
                 self._use(unit)
-            except BaseException:  # a disk that fails; the module will not end
-                for used in units[:at]:
-                    self._unuse(used)
-                raise
-            self._note(unit)
+                used.append(unit)
+                self._note(unit)
+        except BaseException:  # a disk that fails, or no memory; the module will not end
+            for unit in used:
+                self._unuse(unit)
+            raise
         self._frames.append((list(units), self._saved.push(), private.graph_task_id()))
 
     def leave(self) -> None:
@@ -469,8 +480,8 @@ class StreamedUnits:
         if not self._frames and task == -1:
             raise ReleasedParameterError(self._explain(p, func))
         self._use(unit)
-        self._note(unit)
         (self._frames[-1][0] if self._frames else self._in_task(task, unit)).append(unit)
+        self._note(unit)
         return None
 
     def viewed(self, x: torch.Tensor) -> torch.nn.Parameter | None:
