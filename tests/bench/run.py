@@ -99,9 +99,9 @@ MINE = ["deepc-3", "deepc-3-fused"]
 
 
 def _quick_train() -> list[str]:
-    """Both precisions where 16 bits are of use, each peer as it comes and at its best: in two groups, as many as fit into 24 GiB together. A
-    step each, since more rounds say more than longer bursts; what others left in the caches is little beside a step of
-    this size, and the same for all."""
+    """Both precisions where 16 bits are of use, each peer as it comes and at its best: in two groups, as many as fit
+    into 24 GiB together. A step each, since more rounds say more than longer bursts; what others left in the caches is
+    little beside a step of this size, and the same for all."""
     first = [*LIMIT, "ddp", "ddp+best", "ddp-fused+keep", *MINE]
     second = [f"{base}{form}" for base in ("fsdp2", "fsdp2-kept", "deepspeed-3") for form in ("", "+best")]
     short = ["--steps", "1", "--settle", "0", "--rounds", "5", "--warmup", "0", "--sampled", "2", "--fork"]

@@ -962,7 +962,12 @@ def _of_the_last_stage(rank, world, schedule):
 
     layers = [LayerSpec(_Autocast, 4, 4) for _ in range(4)]
     model = PipelineModule(
-        layers, num_stages=world, loss_fn=_Weighted(rank), schedule=schedule, seed_layers=True, partition_method="uniform"
+        layers,
+        num_stages=world,
+        loss_fn=_Weighted(rank),
+        schedule=schedule,
+        seed_layers=True,
+        partition_method="uniform",
     )
     draw = torch.Generator().manual_seed(1)
     data = ((torch.randn(2, 4, generator=draw), torch.randn(2, 4, generator=draw)) for _ in range(4))

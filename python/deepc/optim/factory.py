@@ -164,12 +164,6 @@ def form_on_disk(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     return moments_of(optimizer), state_bytes_of(optimizer)
 
 
-def has_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has made steps: torch's Adagrad has states from the start, of step 0."""
-    states = [s for s in optimizer.state.values() if isinstance(s, dict)]
-    return any(float(s["step"]) > 0 if "step" in s else bool(s) for s in states)
-
-
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:
     """Raises UnsupportedError or ConfigError if `optimizer` can't run under this ZeRO stage."""
     name = type(optimizer).__name__

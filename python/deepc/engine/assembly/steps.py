@@ -20,7 +20,7 @@ from ...config.tree import Config
 from ...core import cpu, env, memory
 from ...core.ops import dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
-from ...optim.factory import check_on_disk, has_states, make_optimizer
+from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name
 from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
@@ -295,13 +295,6 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
             raise ArgumentError(
                 "optimizer must be a torch.optim.Optimizer or a function that makes one from parameters, got"
                 f" {type(made).__name__}"
-            )
-        if has_states(made):
-            say(
-                engine,
-                f"the {type(made).__name__} that was passed has made steps, and its states are not taken: the engine"
-                " begins with new ones. Where they count, load a checkpoint of an engine",
-                logging.WARNING,
             )
         for group in made.param_groups if elsewhere else ():
             group["params"] = without(group["params"], elsewhere)

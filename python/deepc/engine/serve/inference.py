@@ -281,8 +281,8 @@ class _Builder:
         return value
 
     def _kept(self) -> set[int]:
-        """Identities of the tensors whose dtype stays: scales of int8 layers, fp32, and buffers of a model that comes in
-        the dtype."""
+        """Identities of the tensors whose dtype stays: scales of int8 layers, fp32, and buffers of a model that comes
+        in the dtype."""
         layers = (m for m in self.model.modules() if isinstance(m, (int8.Int8Linear, int8.Int8Embedding)))
         kept = {id(m.weight_scale) for m in layers}
         return kept if self._cast_buffers else kept | {id(b) for b in self.model.buffers()}

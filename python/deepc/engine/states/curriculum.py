@@ -75,8 +75,8 @@ class Curriculum:
         value = scheduler.update_difficulty(step)
         if self.by_length and (not hasattr(value, "__index__") or value < 1):
             raise ConfigError(
-                f"a curriculum by length comes to {value!r} positions at step {step}; choose min_difficulty as a multiple"
-                " of difficulty_step above 0, or let a schedule of your own give whole numbers above 0"
+                f"a curriculum by length comes to {value!r} positions at step {step}; choose min_difficulty as a"
+                " multiple of difficulty_step above 0, or let a schedule of your own give whole numbers above 0"
             )
         return value
 

@@ -294,8 +294,8 @@ def _refuse_replaced(module: nn.Module) -> None:
     for name in ("weight", "bias"):
         if getattr(module, name, None) is not None and module._parameters.get(name) is None:
             raise UnsupportedError(
-                f"its {name} is made of other parameters (a parametrization, weight_norm, spectral_norm, pruning); leave"
-                " it whole (partition_type skip), or make an ordinary parameter of it first"
+                f"its {name} is made of other parameters (a parametrization, weight_norm, spectral_norm, pruning);"
+                " leave it whole (partition_type skip), or make an ordinary parameter of it first"
             )
 
 

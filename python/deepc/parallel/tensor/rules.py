@@ -286,8 +286,8 @@ def tp_model_init(
         section = whole
     if (other := section.get("autotp_size") or tp_size) != tp_size:
         raise ConfigError(
-            f"tp_model_init(tp_size={tp_size}), and its config has tensor_parallel.autotp_size = {other}; make them equal,"
-            " or leave the key out"
+            f"tp_model_init(tp_size={tp_size}), and its config has tensor_parallel.autotp_size = {other}; make them"
+            " equal, or leave the key out"
         )
     section = {**section, "autotp_size": tp_size}
     model.__dict__[_ASKED] = section, dtype, _ranks_of(tp_group)
