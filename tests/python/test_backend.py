@@ -1112,6 +1112,48 @@ def test_comm_and_segments(tmp_path):
     run_ranks(comm_and_segments, 2, args=(str(tmp_path),), backend=None)
 
 
+def in_one_buffer(rank, world):
+    """Inputs and outputs that lie in each other, not only where this rank's part is: large enough for peers to read
+    and write them where they lie."""
+    n = 100_000
+
+    def of(r: int, parts: int = 1) -> torch.Tensor:
+        return torch.arange(parts * n, dtype=torch.float32) * (r + 1) + r
+
+    gathered, mine = torch.cat([of(r) for r in range(world)]), slice(rank * n, (rank + 1) * n)
+    summed = sum(of(r, world) for r in range(world))[mine]
+    for _ in range(3):
+        for calls in range(3):
+            buf = torch.zeros(world * n)
+            buf[:n] = of(rank)
+            outs = list(buf.chunk(world))
+            if calls == 0:
+                dist.all_gather_into_tensor(buf, buf[:n])
+            elif calls == 1:
+                dist.all_gather(outs, outs[0])
+            else:
+                buf[-n:] = of(rank)
+                dist.gather(outs[-1], outs if rank == 0 else None, 0)
+            assert calls == 2 and rank or torch.equal(buf, gathered), calls
+        for calls in range(3):
+            buf = of(rank, world)
+            parts = list(buf.chunk(world))
+            if calls == 0:
+                dist.reduce_scatter_tensor(buf[:n], buf)
+            elif calls == 1:
+                dist.reduce_scatter(parts[0], parts)
+            else:
+                whole = torch.cat([buf, torch.zeros(n)])
+                dist.all_to_all_single(whole[n:], whole[:-n])
+                assert torch.equal(whole[n:], torch.cat([of(r, world)[mine] for r in range(world)]))
+                continue
+            assert torch.equal(buf[:n], summed), calls
+
+
+def test_inputs_and_outputs_in_one_buffer():
+    run_ranks(in_one_buffer, 2)
+
+
 def test_a_time_out_may_be_of_any_length():
     from deepc.comm import shared
 

@@ -14,7 +14,7 @@ from ...core.lib import C
 from ...core.ops import CODES
 from .. import shared
 from .progress import Progress
-from .tensors import OPS, PLAIN, STRIDED, is_plain
+from .tensors import OPS, PLAIN, STRIDED, is_plain, overlap
 
 _SUM: Any = dist.ReduceOp.SUM
 _SUMS = {dtype: row for (dtype, op), row in shared.REDUCTIONS.items() if op == "sum"}
@@ -83,9 +83,12 @@ class FastPaths:
         found = _MOVES.get(dtype)
         if found is None or out.dtype is not dtype or out.numel() != n * self._size or opts.timeout.days >= 0:
             return False
+        pointer, to = t.data_ptr(), out.data_ptr()
+        if -t.nbytes < pointer - to < out.nbytes and overlap(t, out, self._rank):
+            return False
         with core.lock:
             core.caller.tell(core._handle)
-            status = _all_gather(core._handle, t.data_ptr(), out.data_ptr(), n, found[0], found[2])
+            status = _all_gather(core._handle, pointer, to, n, found[0], found[2])
         if status:
             self._failed(status, "all_gather_into_tensor", (t,))
         return True
@@ -101,9 +104,12 @@ class FastPaths:
         found = _SUMS.get(dtype) if reduce_op == _SUM else shared.REDUCTIONS.get((dtype, OPS.get(reduce_op.op, "")))
         if found is None or out.dtype is not dtype or t.numel() != n * self._size or opts.timeout.days >= 0:
             return False
+        pointer, to = t.data_ptr(), out.data_ptr()
+        if -out.nbytes < to - pointer < t.nbytes and overlap(out, t, self._rank):
+            return False
         with core.lock:
             core.caller.tell(core._handle)
-            status = _reduce_scatter(core._handle, t.data_ptr(), out.data_ptr(), n, found[0], found[1], 0)
+            status = _reduce_scatter(core._handle, pointer, to, n, found[0], found[1], 0)
         if status:
             self._failed(status, "reduce_scatter_tensor", (t,))
         return True
@@ -192,6 +198,9 @@ class FastPaths:
             return False
         if not t.dim() or not out.dim() or t.shape[0] % self._size or out.shape[0] % self._size:
             return False
+        pointer, to = t.data_ptr(), out.data_ptr()
+        if 0 < abs(pointer - to) < t.nbytes:
+            return False
         counts = self._even.get(n)
         if counts is None:
             if len(self._even) > 64:
@@ -199,7 +208,7 @@ class FastPaths:
             counts = self._even[n] = (ctypes.c_int64 * self._size)(*([n // self._size] * self._size))
         with core.lock:
             core.caller.tell(core._handle)
-            status = _all_to_allv(core._handle, t.data_ptr(), counts, out.data_ptr(), counts, found[0], found[2])
+            status = _all_to_allv(core._handle, pointer, counts, to, counts, found[0], found[2])
         if status:
             self._failed(status, "all_to_all_single", (t,))
         return True

@@ -66,6 +66,7 @@ from .tensors import (
     local_of,
     on_core,
     options_of,
+    overlap,
     reduce_options,
     reduction_of,
     room_for,
@@ -578,10 +579,20 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         def job() -> None:
             for output, tensor in zip(outputs, inputs):
                 room = room_for(output)
-                core.all_gather(room, dense_of(tensor))
+                core.all_gather(room, self._apart(tensor, room))
                 store_into(output, room)
 
         return self._run(name, opts, core, inputs, outputs, job)
+
+    def _apart(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """What this rank gives for a gathered `output`, dense: in it only as this rank's part."""
+        dense = dense_of(tensor)
+        return dense.detach().clone() if overlap(dense, output, self._rank) else dense
+
+    def _room_apart(self, output: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Room for what this rank gets of `given`, which is dense: in it only as this rank's part."""
+        room = room_for(output)
+        return torch.empty_like(room) if overlap(room, given, self._rank) else room
 
     def _spread(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         for out, part in zip(outs, flat.split([t.numel() for t in outs])):
@@ -602,7 +613,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             for outs, tensor in zip(lists, inputs):
                 flat = adjacent(outs)
                 if flat is not None:
-                    core.all_gather(flat, dense_of(tensor))
+                    core.all_gather(flat, self._apart(tensor, flat))
                     continue
                 with self._scratch(self._size * tensor.numel(), tensor.dtype) as flat:
                     core.all_gather(flat, dense_of(tensor))
@@ -691,7 +702,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             for output, parts in zip(outputs, lists):
                 whole = prepare(dense_of(parts[0]) if len(parts) == 1 else joined(parts))
                 room = (
-                    room_for(output)
+                    self._room_apart(output, whole)
                     if whole.dtype == output.dtype
                     else torch.empty(output.shape, dtype=whole.dtype, device="cpu")
                 )
@@ -820,7 +831,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
                 return
             flat = adjacent(outs)
             if flat is not None:
-                core.gather(flat, dense_of(tensor), to)
+                core.gather(flat, self._apart(tensor, flat), to)
                 return
             with self._scratch(self._size * tensor.numel(), tensor.dtype) as flat:
                 core.gather(flat, dense_of(tensor), to)
@@ -860,8 +871,9 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             )
 
         def job() -> None:
-            room = room_for(output)
-            core.scatter(room, joined(parts) if self._rank == source else None, source)
+            whole = joined(parts) if self._rank == source else None
+            room = room_for(output) if whole is None else self._room_apart(output, whole)
+            core.scatter(room, whole, source)
             store_into(output, room)
 
         return self._run("scatter", opts, core, [output], [output], job)
@@ -897,8 +909,10 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         sent = blocks_of(input, input_split_sizes, self._size, "the input")
 
         def job() -> None:
-            room = room_for(output)
-            core.all_to_allv(room, got, dense_of(input), sent)
+            room, dense = room_for(output), dense_of(input)
+            if overlap(room, dense, 0):  # in place is refused by the core
+                room = torch.empty_like(room)
+            core.all_to_allv(room, got, dense, sent)
             store_into(output, room)
 
         return self._run("all_to_all_single", opts, core, [input], [output], job)
@@ -926,7 +940,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         def job() -> None:
             whole, flat = joined(inputs), adjacent(output_tensors)
-            if flat is not None:
+            if flat is not None and not overlap(flat, whole, 0):
                 core.all_to_allv(flat, got, whole, sent)
                 return
             with self._scratch(sum(got), output_tensors[0].dtype) as flat:

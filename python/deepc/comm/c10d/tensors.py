@@ -56,6 +56,13 @@ def store_into(t: torch.Tensor, dense: torch.Tensor) -> None:
         t.copy_(dense)
 
 
+def overlap(small: torch.Tensor, large: torch.Tensor, part: int) -> bool:
+    """Whether these dense tensors share memory otherwise than that `small` is part number `part` of `large`, of as many
+    bytes each: peers that read one while the other is written would get anything. Gloo copies what it is given."""
+    away = small.data_ptr() - large.data_ptr()
+    return -small.nbytes < away < large.nbytes and away != part * small.nbytes
+
+
 def is_plain(t: torch.Tensor) -> bool:
     """What the fast paths take."""
     return t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()
