@@ -271,8 +271,10 @@ static int extent_make(dc_extents *x, const int64_t *capacity, int64_t count, in
   return rc ? rc : extent_write_tables(x, 0, false, &x->super);
 }
 
-static int extent_open(dc_extents *x, const int64_t *capacity, int64_t count, int copies) {
+/* empty: what the file holds goes; not before the lock says that nobody else has it. */
+static int extent_open(dc_extents *x, const int64_t *capacity, int64_t count, int copies, bool empty) {
   if (dc__file_writes(x->file)) DC_TRY(dc__file_lock(x->file));
+  if (empty) DC_TRY(dc__file_empty(x->file));
   DC_TRY(extent_find_super(x->file, &x->super));
   if (!x->super.magic[0]) return extent_make(x, capacity, count, copies);
   if (copies && copies != (int)x->super.copies)
@@ -291,10 +293,17 @@ int dc_extents_open(const dc_file_config *config, const int64_t *capacity, int64
     return DC_FAIL(DC_E_INVALID, "capacity is %p for %lld extents", (void *)capacity, (long long)count);
   int64_t bytes;
   if (capacity) DC_TRY(dc_extents_bytes(capacity, count, copies, &bytes));
+  dc_file_config k;
+  DC_TRY(DC__SIZED(dc_file_config, reserve_bytes, config, &k));
+  k.struct_size = sizeof k;
+  /* Not by dc_file_open, which knows no lock; what it refuses (a file that is only read, a nameless one) it still
+   * sees. The layout reserves what it needs. */
+  const bool empty = k.flags & DC_FILE_TRUNCATE && k.flags & DC_FILE_WRITE && !(k.flags & DC_FILE_NAMELESS);
+  if (empty) k.flags &= ~DC_FILE_TRUNCATE, k.reserve_bytes = 0;
   dc_extents *x = calloc(1, sizeof *x);
   if (!x) return DC_FAIL(DC_E_NOMEM, "a file of extents");
-  int rc = dc_file_open(config, &x->file);
-  if (!rc) rc = extent_open(x, capacity, count, copies);
+  int rc = dc_file_open(&k, &x->file);
+  if (!rc) rc = extent_open(x, capacity, count, copies, empty);
   if (rc) {
     dc_file_close(x->file);
     free(x->e);

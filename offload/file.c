@@ -691,6 +691,16 @@ int dc__file_size(dc_file *f, int64_t *bytes) {
   return DC_OK;
 }
 
+int dc__file_empty(dc_file *f) {
+  int64_t bytes;
+  int rc;
+  DC_TRY(dc__file_size(f, &bytes));
+  if (!bytes) return DC_OK;
+  do rc = ftruncate(f->fd, 0);
+  while (rc && errno == EINTR);
+  return rc ? FILE_FAIL(f->path, errno, "emptying") : DC_OK;
+}
+
 int dc__file_reserve(dc_file *f, int64_t bytes) {
   for (int tries = 0;; tries++) {
     const int error = -f->ring->body->reserve(f->fd, bytes);

@@ -120,7 +120,7 @@ DC_API int dc_io_free(dc_io *io);
  * (DC_E_CORRUPT when it is read); 0: 2, or what the file says. A file that is empty or new is laid out, with all its
  * space reserved; one that has other capacities or copies than asked for is DC_E_SHAPE; one that is not of extents, or
  * damaged, DC_E_CORRUPT. What was written after the last commit is undone. DC_E_STATE: another process has it open for
- * writing. */
+ * writing; then DC_FILE_TRUNCATE has emptied nothing. */
 DC_API int dc_extents_open(const dc_file_config *config, const int64_t *capacity, int64_t count, int copies,
                            dc_extents **out);
 /* Does not commit. As dc_file_close. */
