@@ -229,7 +229,7 @@ def forms(rank, world):
 
     a, b = make(rank, (5,), torch.float32), make(rank, (9,), torch.float32, 1)
     work = dist.all_reduce(a, async_op=True)
-    assert work.is_completed() and work.wait()
+    assert work.wait() and work.is_completed()
     assert work.get_future().wait()[0] is a or torch.equal(work.get_future().wait()[0], a)
     assert work.get_future().then(lambda f: f.value()[0].sum()).wait() == a.sum()
 
