@@ -170,8 +170,17 @@ def test_schedules_compared(capsys):
         ("--schedule gpipe --micro-batches 0", "micro_batches is 0"),
         ("--schedule gpipe --hop -1", r"hop[0] is -1"),
         ("--config x --model y --stages 2", "--stages is an option of --schedule"),
+        ("--schedule 1f1b --svg /nowhere/x.svg", "--svg /nowhere/x.svg: No such file or directory; name a file"),
+        ("--schedule 1f1b --hop 1e12", "is too wide: at most 131072"),
+        ("--schedule 1f1b --costs 1e-300,1,1", "is too wide"),
         ("--ranks 2", "give --config and --model, or --cluster and --model, or --schedule"),
     ],
 )
 def test_what_can_not_be_drawn(words, text, capsys):
     assert main(["plan", *words.split()]) == 2 and text in capsys.readouterr().err
+
+
+def test_a_picture_beside_the_actions(tmp_path, capsys):
+    """--svg had no effect beside --text."""
+    assert main(["plan", "--schedule", "gpipe", "--stages", "1", "--text", "--svg", str(tmp_path / "a.svg")]) == 0
+    assert capsys.readouterr().out.startswith("0F0 ") and (tmp_path / "a.svg").read_text().startswith("<svg ")

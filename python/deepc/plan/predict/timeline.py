@@ -24,16 +24,24 @@ _DEFAULTS = {
     "svg": None,
     "text": False,
 }
+_WIDEST = 1 << 17  # columns of a drawing
 _COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#76b7b2", "W": "#f28e2b"}
 
 
 def draw(schedule: Schedule, time: Timeline) -> str:
     """A line for each rank: "F0" and the like from where an action starts, dashes while it lasts, dots while the rank
-    waits; then how much it computes and what it holds. The shortest action is as wide as its name."""
+    waits; then how much it computes and what it holds. The shortest action is as wide as its name. ArgumentError where
+    it is so short beside the whole that no terminal shows that."""
     chunks = _chunks(schedule)
     names = [[_name(a, schedule) for a in rank] for rank in schedule.ranks]
     shortest = min((s.end - s.start for rank in time.spans for s in rank if s.end > s.start), default=1.0)
     scale = (1 + max(len(n) for rank in names for n in rank)) / shortest
+    if not time.makespan * scale <= _WIDEST:
+        raise ArgumentError(
+            f"a drawing of {time.makespan * scale:.3g} columns, in which the shortest action ({shortest:g} of"
+            f" {time.makespan:g}) is as wide as its name, is too wide: at most {_WIDEST} are drawn. Give times that are"
+            " nearer to each other (--costs, --hop), fewer micro-batches, or --text"
+        )
     lines = []
     for rank, (row, spans, peak) in enumerate(zip(names, time.spans, time.peak)):
         cells = ["."] * round(time.makespan * scale)
@@ -135,15 +143,20 @@ def run(args: argparse.Namespace) -> int:
         return 0
     chunks = default_chunks(args.schedule) if args.chunks is None else args.chunks
     schedule = Schedule.make(args.schedule, stages=args.stages, micro_batches=args.micro_batches, chunks=chunks)
-    if args.text:
-        print(schedule)
-        return 0
     time = schedule.simulate(_costs(args.costs, chunks), args.hop)
     title = f"{args.schedule}: {size}" + f", {chunks} stages on each rank (a, b, ...)" * (chunks > 1)
-    print(f"{title}\n{draw(schedule, time)}\n{summary(time)}")
+    print(schedule if args.text else f"{title}\n{draw(schedule, time)}\n{summary(time)}")
     if args.svg:
-        Path(args.svg).write_text(svg(schedule, time, title), encoding="utf-8")
+        write("--svg", args.svg, svg(schedule, time, title))
     return 0
+
+
+def write(option: str, path: str, text: str) -> None:
+    """The file that an option names."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ArgumentError(f"{option} {path}: {exc.strerror}; name a file in a folder that can be written") from exc
 
 
 def _comparison(args: argparse.Namespace) -> str:

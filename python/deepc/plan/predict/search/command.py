@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import ArgumentError
 from ...schedule import KINDS
+from ..timeline import write
 from . import page, planner, told
 from .cluster import Cluster
 from .models import model_of
@@ -85,9 +86,9 @@ def run(args: argparse.Namespace, named: Callable[[str], Any]) -> int:
     best = planner.require_fit(found)
     config, notes = told.to_config(best)
     if args.write:
-        _write("--write", args.write, json.dumps(config, indent=2) + "\n")
+        write("--write", args.write, json.dumps(config, indent=2) + "\n")
     if args.html:
-        _write("--html", args.html, page.html(found))
+        write("--html", args.html, page.html(found))
     if args.as_json:
         print(
             json.dumps(
@@ -104,13 +105,6 @@ def run(args: argparse.Namespace, named: Callable[[str], Any]) -> int:
     else:
         print(told.text(found))
     return 0
-
-
-def _write(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ArgumentError(f"{option} {path}: {exc.strerror}; name a file in a folder that can be written") from exc
 
 
 def _model(args: argparse.Namespace, named: Callable[[str], Any]) -> Any:
