@@ -233,6 +233,10 @@ def test_what_it_can_not_do():
         run(Mesh(), steps=0)
     with pytest.raises(ArgumentError, match="stage 4"):
         run(Mesh(), stage=4)
+    with pytest.raises(ArgumentError, match="over 1 word is always 0; use --vocab 2"):
+        run(Mesh(), tiny=Tiny(vocab=1))
+    nan = Result(Mesh(), 0, (1.0, float("nan")), (1.0, 1.0), {}, {}, 0, {}, 0.0)
+    assert nan.difference != nan.difference, "it hid behind the step before"
 
 
 def test_the_command(capsys):

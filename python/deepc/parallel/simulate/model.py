@@ -56,6 +56,8 @@ class Tiny:
                 f"simulate: {self.heads} heads and {self.vocab} words can't be cut into {cut}, or {self.hidden}"
                 " into heads; use --hidden, --heads, --vocab"
             )
+        if self.vocab < 2:
+            raise ArgumentError(f"simulate: the loss over {self.vocab} word is always 0; use --vocab 2 or more")
         if self.seq % sp:
             raise ArgumentError(f"simulate: samples of {self.seq} tokens can't be cut into sp = {sp}; use --seq")
         if self.experts < 0 or (self.experts and self.top not in (1, 2)) or (self.experts and self.experts < self.top):

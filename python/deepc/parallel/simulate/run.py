@@ -44,8 +44,9 @@ class Result:
 
     @property
     def difference(self) -> float:
-        """The largest relative difference of a loss."""
-        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.alone))
+        """The largest relative difference of a loss; NaN if one is."""
+        each = [abs(a - b) / abs(b) for a, b in zip(self.losses, self.alone)]
+        return next((d for d in each if d != d), max(each))
 
 
 @dataclass
