@@ -27,6 +27,7 @@ from deepc.plan.plan import Plan
 from deepc.plan.predict import dryrun
 from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, refuse_if_too_big, state_rows
 from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
+from deepc.plan.predict.shapes import Work
 from programs import run_python
 from ranks import RankFailure, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
@@ -462,6 +463,17 @@ def adds_in_place() -> bool:
     early = First.apply(h)
     (early * 1.0 + First.apply(h) * 1.0).sum().backward()
     return places[2] == places[0]
+
+
+def test_products_under_inference_mode_are_counted() -> None:
+    """There F.linear is no product of two matrices and a sum: its bias was taken for one of them."""
+    x, w, b = torch.ones(6, 3), torch.ones(5, 3), torch.ones(5)
+    counted = []
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode, Work() as work:
+            torch.nn.functional.linear(x, w, b)
+        counted.append(work.seconds)
+    assert 2 * 6 * 5 * 3 / 1e11 < counted[0] <= counted[1]  # which has the view of the weight too
 
 
 def test_full_sequences_have_no_mask_in_a_dry_run() -> None:

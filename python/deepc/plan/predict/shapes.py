@@ -55,7 +55,9 @@ class Work(TorchDispatchMode):
         numel = sum(t.numel() for t in whole)
         name = func.overloadpacket.__name__
         self.seconds += sum(t.numel() * t.element_size() for t in whole) / _BYTES
-        if name in PRODUCTS and len(given) > 1:
+        if name == "linear":  # as it is under inference_mode: weight and bias
+            self.seconds += 2 * numel * given[1].shape[-1] / _FLOPS
+        elif name in PRODUCTS and len(given) > 1:
             self.seconds += 2 * numel * given[-1].shape[-2] / _FLOPS
         elif "convolution" in name and len(given) > 1:
             self.seconds += 2 * numel * math.prod(given[1].shape[1:]) / _FLOPS
