@@ -686,6 +686,12 @@ def test_the_commands(tmp_path: Path) -> None:
     assert told["parameters"] == 256 * 1024 + 1024 + 1024 + 1 and told["world"] == 2 and told["known"] and told["fits"]
     plan = run("plan", "--config", "ds.json", "--model", "mine.py:make", "--ranks", "2")
     assert plan.returncode == 0 and "ZeRO stage 3, 2 ranks" in plan.stdout, plan.stderr
+    # a function that imports what lies beside it, in a file with the name of a module that is there
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.py").write_text((tmp_path / "mine.py").read_text())
+    (tmp_path / "sub" / "json.py").write_text("def make():\n    from beside import make\n    return make()\n")
+    plan = run("plan", "--config", "ds.json", "--model", "sub/json.py:make", "--ranks", "2")
+    assert plan.returncode == 0 and "ZeRO stage 3, 2 ranks" in plan.stdout, plan.stderr
     wrong = run("estimate", "--config", "ds.json", "--model", "mine:make", "--batch", "64xx")
     assert wrong.returncode == 2 and "SHAPE:DTYPE" in wrong.stderr
     counts = run("estimate", "--params", "1e9", "--ranks", "4")

@@ -80,28 +80,51 @@ def run_plan(args: argparse.Namespace, divide: Divide | None = None, cut: Cutter
 
 
 def _named(text: str) -> Any:
-    """The object that "package.module:attribute" or "file.py:attribute" names."""
+    """The object that "package.module:attribute" or "file.py:attribute" names. What lies beside it can be imported from
+    then on, as from a script: a function may import when it is called."""
     import importlib
-    import importlib.util
 
     where, _, what = text.partition(":")
     if not where or not what:
         raise ArgumentError(
             f"{text!r} is not MODULE:FUNCTION, such as train.py:make_model or package.module:make_model"
         )
-    if where.endswith(".py") and not os.path.isfile(where):
+    is_file = where.endswith(".py")
+    if is_file and not os.path.isfile(where):
         raise ArgumentError(f"can't find {text!r}: there is no file {where} (looked in {os.getcwd()})")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd())
+    beside = os.path.dirname(os.path.abspath(where)) if is_file else os.getcwd()
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
     try:
-        found = importlib.import_module(os.path.basename(where)[:-3] if where.endswith(".py") else where)
+        found = _of_file(os.path.abspath(where)) if is_file else importlib.import_module(where)
         for part in what.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as exc:
         raise ArgumentError(f"can't find {text!r}: {exc}") from exc
-    finally:
-        sys.path.pop(0)
     if not callable(found):
         raise ArgumentError(f"{text!r} is a value ({type(found).__name__}), and must be a function")
+    return found
+
+
+def _of_file(path: str) -> Any:
+    """The module of a file, whatever it is called and whoever has a module of that name."""
+    import importlib.util
+
+    name = os.path.basename(path)[:-3]
+    if (there := sys.modules.get(name)) is not None and getattr(there, "__file__", None) == path:
+        return there
+    name = name if name.isidentifier() and there is None else f"deepc file {path}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module")
+    found = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(found)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return found
 
 
