@@ -131,6 +131,9 @@ def test_a_trial_that_never_gets_there_is_too_slow(tmp_path):
         ({"metric": "flops"}, "throughput or latency"),
         ({"end_profile_step": 2}, "above"),
         ({"tuner_num_trials": 0}, "at least 1"),
+        ({"min_train_micro_batch_size_per_gpu": "auto"}, "min_train_micro_batch_size_per_gpu 'auto' must be a whole"),
+        ({"overwrite": "false"}, "overwrite 'false' must be true or false"),
+        ({"results_dir": 3}, "results_dir 3 must be"),
         ("yes", "must be an object"),
     ],
 )
@@ -148,6 +151,31 @@ def test_space():
     assert space.first == Point(2, 8, 1, False, "1f1b")
     with pytest.raises(ArgumentError, match="widen"):
         Space(BASE, 2, options_of({"autotuning": {"min_train_micro_batch_size_per_gpu": 17}}), fuse=False)
+
+
+def test_an_offload_to_nowhere_leaves_all_stages_open():
+    """As DeepSpeed's own configurations have it; stage 3 alone was tried."""
+    nowhere = {"stage": 1, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+    assert Space({**BASE, "zero_optimization": nowhere}, 2, options_of({}), fuse=False).zero == [0, 1, 3]
+
+
+def test_everything_is_everything(tmp_path, monkeypatch, capsys):
+    """A configuration's gridsearch ended when 5 in a row were no better."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "measure", lambda point, *_, **__: Trial(point, "ok", float(point.micro == 2), 1.0))
+    words = ["tune", "--num_ranks", "2", "ds.json", "train.py", "ds.json"]
+
+    def trials(section: dict, *more: str) -> int:
+        Path("ds.json").write_text(json.dumps({**BASE, "autotuning": {"overwrite": True, **section}, "deepc": None}))
+        assert main([words[0], *more, *words[1:]]) == 0, capsys.readouterr().err
+        return len(json.loads(Path("autotuning_results/state.json").read_text())["trials"])
+
+    assert trials({"tuner_type": "gridsearch"}) == 15
+    assert "trial 15 of at most 15" in capsys.readouterr().out
+    assert trials({}) == 5  # nothing next to the best is untried
+    assert trials({"tuner_early_stopping": 3}, "--grid") == 15
+    assert trials({"tuner_type": "gridsearch", "tuner_early_stopping": 3}) == 4
+    assert trials({"tuner_type": "gridsearch", "tuner_num_trials": 7}) == 7
 
 
 def test_the_command_refuses(tmp_path, capsys, monkeypatch):

@@ -44,6 +44,7 @@ _DEFAULTS: dict[str, Any] = {
     "tuner_early_stopping": 5,
     "tuner_num_trials": 50,
 }
+_COUNTS = [k for k, v in _DEFAULTS.items() if type(v) is int]
 _IGNORED: tuple[str, ...] = (
     "enabled",
     "exps_dir",
@@ -117,7 +118,7 @@ class Space:
                 " autotuning.min_ and max_train_micro_batch_size_per_gpu"
             )
         zero = base.get("zero_optimization") or {}
-        offloads = bool(zero.get("offload_param")), bool(zero.get("offload_optimizer"))
+        offloads = [x.device != "none" for x in (config.zero.offload_param, config.zero.offload_optimizer)]
         self.zero = [3] if offloads[0] else [1, 3] if offloads[1] else [0, 1, 3]  # stage 2 is stage 1 here (design.md)
         self.fuses: list[bool | None] = [False, True] if fuse else [None]
         self.schedules: list[str | None] = list(_SCHEDULES) if self.stages > 1 else [None]
@@ -329,19 +330,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="the tuned configuration (ds_config.json in --results)")
 
 
-def options_of(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The section "autotuning" with defaults. ArgumentError for what it can't be."""
+def options_of(base: Mapping[str, Any], grid: bool = False) -> dict[str, Any]:
+    """The section "autotuning" with defaults. grid: everything is tried. ArgumentError for what it can't be."""
     given = base.get("autotuning") or {}
     if not isinstance(given, Mapping):
         raise ArgumentError(f"tune: autotuning must be an object, got {given!r}")
     if unknown := [k for k in given if k not in _DEFAULTS and k not in _IGNORED]:
         raise ArgumentError(f"tune: autotuning.{unknown[0]} is unknown; known are {', '.join(_DEFAULTS)}")
-    out = {**_DEFAULTS, **{k: v for k, v in given.items() if k in _DEFAULTS and v is not None}}
+    given = {k: v for k, v in given.items() if k in _DEFAULTS and v is not None}
+    # who asks for everything is stopped by what he says alone
+    endless = dict.fromkeys(("tuner_early_stopping", "tuner_num_trials"), 10**9)
+    out = {**_DEFAULTS, **(endless if grid or given.get("tuner_type") == "gridsearch" else {}), **given}
     if out["metric"] not in ("throughput", "latency"):  # of one batch size, the same order
         raise ArgumentError(f"tune: autotuning.metric {out['metric']!r}: expected throughput or latency")
-    for k in ("start_profile_step", "end_profile_step", "tuner_num_trials", "tuner_early_stopping"):
+    for k in _COUNTS:
         if type(out[k]) is not int or out[k] < 1:
             raise ArgumentError(f"tune: autotuning.{k} {out[k]!r} must be a whole number of at least 1")
+    if type(out["overwrite"]) is not bool:
+        raise ArgumentError(f"tune: autotuning.overwrite {out['overwrite']!r} must be true or false")
+    if not isinstance(out["results_dir"], str):
+        raise ArgumentError(f"tune: autotuning.results_dir {out['results_dir']!r} must be the name of a folder")
     if out["end_profile_step"] <= out["start_profile_step"]:
         raise ArgumentError("tune: autotuning.end_profile_step must be above start_profile_step")
     return out
@@ -371,8 +379,10 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"tune: {args.config}: {exc}") from exc
     if not isinstance(base, dict):
         raise ArgumentError(f"tune: {args.config} must hold an object")
-    options = options_of(base)
+    options = options_of(base, args.grid)
+    grid = args.grid or options["tuner_type"] == "gridsearch"
     base.pop("autotuning", None)
+    base = {k: v for k, v in base.items() if v is not None}  # a section that is null is none
     ranks = args.num_ranks or _default_ranks()
     if ranks < 1 or (args.trials is not None and args.trials < 1) or args.limit <= 0:
         raise ArgumentError("tune: --num_ranks, --trials and --limit must be above 0")
@@ -398,10 +408,10 @@ def run(args: argparse.Namespace) -> int:
             first=options["start_profile_step"], last=options["end_profile_step"],
         )  # fmt: skip
 
+    most, patience = args.trials or options["tuner_num_trials"], options["tuner_early_stopping"]
     tuning.run(
-        space, starts, one, most=args.trials or options["tuner_num_trials"],
-        patience=10**9 if args.grid else options["tuner_early_stopping"],
-        grid=args.grid or options["tuner_type"] == "gridsearch", say=lambda text: print(text, flush=True),
+        space, starts, one, most=min(most, len({*starts, *space.all()})) if grid else most,
+        patience=10**9 if args.grid else patience, grid=grid, say=lambda text: print(text, flush=True),
     )  # fmt: skip
     (folder / "table.md").write_text(tuning.table() + "\n", encoding="utf-8")
     print(f"\n{tuning.table()}\n")
