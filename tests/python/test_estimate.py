@@ -20,6 +20,7 @@ import torch._subclasses.fake_tensor
 from deepc import memory
 from deepc.config import Config
 from deepc.errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from deepc.parallel.simulate.stages import _Live
 from deepc.plan.derive import Machine, ParamMeta, derive
 from deepc.plan.layout import Layout
 from deepc.plan.mesh import Mesh
@@ -463,6 +464,22 @@ def adds_in_place() -> bool:
     early = First.apply(h)
     (early * 1.0 + First.apply(h) * 1.0).sum().backward()
     return places[2] == places[0]
+
+
+def test_a_tensor_where_a_known_one_was_counts() -> None:
+    """A pipeline's tied copies get new memory in each step; what came to the address of the old was left out."""
+    tracker, mode = dryrun.make_tracker()(_Live()), torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        known = torch.empty(16)
+    tracker.known(known)
+    at = known.untyped_storage()._cdata
+    del known
+    there = []
+    with mode, tracker:
+        while not any(t.untyped_storage()._cdata == at for t in there):
+            there.append(torch.empty(16))
+            assert len(there) < 10_000, "its memory never came again"
+    assert tracker.live == 64 * len(there)
 
 
 def test_products_under_inference_mode_are_counted() -> None:

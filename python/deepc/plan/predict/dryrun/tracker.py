@@ -103,7 +103,10 @@ def make_tracker() -> type[Any]:
 
         def known(self, tensor: torch.Tensor) -> None:
             """`tensor` lies in memory that is counted elsewhere."""
-            self._sizes[tensor.untyped_storage()._cdata] = 0
+            storage = tensor.untyped_storage()
+            if (address := storage._cdata) not in self._sizes:
+                weakref.finalize(storage, self._forgotten, address).atexit = False
+            self._sizes[address] = 0
 
         def add(self, tensor: torch.Tensor) -> None:
             if tensor.device.type == "meta":  # it has no memory in a real run either
@@ -120,6 +123,10 @@ def make_tracker() -> type[Any]:
             weakref.finalize(storage, self._gone, address).atexit = False
             if self.live > self.peak:
                 self.peak, self._peak_op = self.live, self._op
+
+        def _forgotten(self, address: int) -> None:
+            """What was known is gone: another storage may have its address, and counts."""
+            self._sizes.pop(address, None)
 
         def _gone(self, address: int) -> None:
             self.live -= self._sizes.pop(address)
