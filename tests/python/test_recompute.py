@@ -3,6 +3,7 @@ within the budget, and every number is the one of no recomputation."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -767,6 +768,30 @@ def test_a_block_that_changes_what_it_gets_is_an_error(named):
         model(x)
     model(x).backward()  # without a budget it trains
     by.close()
+
+
+def test_batches_of_the_scripts_own_kinds_are_measured_too():
+    """One that is larger followed the plan of a small one, whose tensors nobody had seen, beyond the budget."""
+
+    @dataclasses.dataclass
+    class Batch:
+        rows: list
+
+    class Own:
+        def __init__(self, x):
+            self.inside = {"x": collections.UserDict(x=x)}
+
+    model = Blocks()
+    model.forward = lambda b: Blocks.forward(model, b.rows[0] if isinstance(b, Batch) else b.inside["x"]["x"])
+    for kind in (lambda x: Batch([x]), Own):
+        by = Recomputation(model, 200_000)
+        for rows, recomputed in ((4, False), (64, True)):
+            batch = kind(torch.randn(rows, 8))
+            with by.around(batch):
+                loss = model(batch)
+            loss.backward()
+            assert (by.stats()["recomputed"] > 0) == recomputed
+        by.close()
 
 
 def test_a_whole_model_can_be_saved():

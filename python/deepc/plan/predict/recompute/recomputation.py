@@ -12,7 +12,7 @@ import heapq
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -378,7 +378,21 @@ def tensors_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[torc
 
 
 def _shapes(given: Any) -> _Shapes:
-    return tuple(tuple(t.shape) for t in private.tree_leaves(given) if isinstance(t, torch.Tensor))
+    return tuple(tuple(t.shape) for t in _inside(given))
+
+
+def _inside(given: Any, levels: int = 2) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, also in what torch's trees take for leaves: a tokenizer's mapping, a dataclass, an object
+    of the script's."""
+    for leaf in private.tree_leaves(given):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, torch.nn.Module) or isinstance(leaf, type) or not levels:
+            continue
+        elif isinstance(leaf, Mapping):
+            yield from _inside(list(leaf.values()), levels - 1)
+        elif isinstance(parts := getattr(leaf, "__dict__", None), dict):
+            yield from _inside(list(parts.values()), levels - 1)
 
 
 def _numel_of(shapes: _Shapes) -> int:
