@@ -244,6 +244,39 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
             assert losses == pytest.approx(whole[2:], rel=1e-5)
 
 
+def _muon(rank, world, folder):
+    """The first stage has no matrix, the second one nothing else."""
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    found = []
+    for resumes in (False, True):
+        specs = [LayerSpec(nn.LayerNorm, 8), LayerSpec(nn.Linear, 8, 8, bias=False)]
+        model = PipelineModule(
+            specs, num_stages=world, loss_fn=F.mse_loss, seed_layers=True, partition_method="uniform"
+        )
+        params = {"muon_lr": 0.02, "adam_lr": 0.003}
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Muon", "params": params}}
+        engine = deepc.initialize(model=model, config=config)[0]
+        data = iter([(torch.randn(2, 8), torch.randn(2, 8)) for g in [torch.manual_seed(0)] for _ in range(4)])
+        if resumes:
+            next(data), next(data)
+            engine.load_checkpoint(folder)
+        losses = [float(engine.train_batch(data)) for _ in range(2)]
+        if not resumes:
+            engine.save_checkpoint(folder)
+            losses = [float(engine.train_batch(data)) for _ in range(2)]
+        found.append((losses, [g["lr"] for g in engine.optimizer.param_groups]))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_stages_have_equally_many_param_groups_of_muon(world, tmp_path):
+    for once, again in run_ranks(_muon, world, str(tmp_path)):
+        assert once == again and once[1] == [0.02, 0.003]
+
+
 def _wrong_checkpoint(rank, world, folder):
     from deepc.errors import CheckpointError
 

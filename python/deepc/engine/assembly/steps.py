@@ -21,7 +21,7 @@ from ...core import cpu, env, memory
 from ...core.ops import dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_on_disk, make_optimizer
-from ...optim.kinds.muon import choose_by_name
+from ...optim.kinds.muon import choose_by_name, in_both_kinds
 from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
 from ...parallel.tensor.group import tensor_group
@@ -312,6 +312,8 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
         )
     if cfg.backend == "deepc" and cfg.type == "Muon":
         choose_by_name(engine.module.named_parameters())
+        if engine.part is not None:
+            params = in_both_kinds(params)
     try:
         return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
     except (TypeError, ValueError) as exc:

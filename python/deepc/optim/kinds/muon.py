@@ -4,7 +4,7 @@ Newton-Schulz iterations, with AdamW for what is no matrix."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,21 @@ def _wants_muon(p: Any) -> bool:
     return isinstance(p, torch.Tensor) and bool(getattr(p, "use_muon", p.dim() == 2))
 
 
+def in_both_kinds(params: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as groups of matrices and of the rest, were one of the two empty: the stages of a
+    pipeline have equally many then, whichever layers they have."""
+    out: list[dict[str, Any]] = []
+    for group in params if params and isinstance(params[0], dict) else [{"params": list(params)}]:
+        if "use_muon" in group:
+            out.append(group)
+            continue
+        for use, whose in ((True, "muon_lr"), (False, "adam_lr")):
+            part = [p for p in group["params"] if _wants_muon(_unnamed(p)) is use]
+            own = {"lr": group[whose]} if whose in group else {}
+            out.append({**group, "params": part, "use_muon": use, **own})
+    return out
+
+
 class Muon(Optimizer):
     """torch.optim.Muon's arguments and state (`momentum_buffer`), and parameters of any number of dimensions: matrices
     are stepped by Muon with muon_lr (None: lr), all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and
@@ -194,13 +209,11 @@ class Muon(Optimizer):
         named_parameters() gives them."""
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
-        if "use_muon" in param_group or not params:
-            parts = [params]
-        else:
-            muon = [_wants_muon(_unnamed(p)) for p in params]
-            parts = [[p for p, m in zip(params, muon) if m is kind] for kind in (True, False)]
-        for part in filter(None, parts):
-            use = param_group.get("use_muon", _wants_muon(_unnamed(part[0])))
+        told = param_group.get("use_muon")
+        muon = [_wants_muon(_unnamed(p)) for p in params]
+        parts = [[p for p, m in zip(params, muon) if m is kind] for kind in (True, False)]
+        for part in filter(None, parts) if told is None else [params]:
+            use = _wants_muon(_unnamed(part[0])) if told is None else told
             if use and any(isinstance(p, torch.Tensor) and p.dim() != 2 for p in map(_unnamed, part)):
                 raise ArgumentError("Muon steps matrices: a parameter of a group with use_muon has not 2 dimensions")
             whose = "muon_lr" if use else "adam_lr"
