@@ -981,6 +981,26 @@ def test_weights_that_were_mended_do_not_end_the_run():
     assert all("the weights themselves are not finite: bias" in reason for reason in out[6:8]) and out[8] is True
 
 
+def test_a_run_that_ends_leaves_a_whole_step():
+    """Who mends the weights and goes on has whole accumulations."""
+    import deepc
+    from deepc.errors import NonFiniteError
+
+    cfg = tiny.config(1, micro=8, gas=2, deepc={"max_lost_steps": 1})
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+    right = engine.module.ln.weight.detach().clone()
+    for wrong in (True, False):
+        with torch.no_grad():
+            engine.module.ln.weight.copy_(right * (float("inf") if wrong else 1.0))
+        for last in (False, True):
+            engine.backward(engine(*tiny.make_batch(0)))
+            assert engine.is_gradient_accumulation_boundary() is last
+            with pytest.raises(NonFiniteError) if wrong and last else contextlib.nullcontext():
+                engine.step()
+    assert engine.global_steps == 2 and engine.was_step_applied()
+    engine.destroy()
+
+
 def _compiled(rank, world, cfg, how):
     """Losses, files whose frames the compiler has looked at, graph breaks."""
     import deepc

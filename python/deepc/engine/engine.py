@@ -263,7 +263,10 @@ class Engine(EngineBase):
         self._last = result = self.step_policy.after_step(result)
         self._end_micro_step()
         memory.heap_step()
-        if result.applied and self.lr_scheduler is not None:  # last: one that raises leaves a step that is whole
+        # Last, because these may raise: what they leave is a step that is whole.
+        if not result.applied:
+            self.skips.end()
+        elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         return result
 
@@ -344,7 +347,6 @@ class Engine(EngineBase):
         elif skips.telling:
             before = f", as the {skips.in_row - 1} before it" if skips.in_row > 1 else ""
             say(self, f"step {self.global_steps} skipped{before}: {result.reason}", logging.WARNING)
-        skips.end()
         return result
 
     def _end_micro_step(self) -> None:
