@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -381,9 +383,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
     """Bounds of `num_parts` contiguous parts whose heaviest is as light as possible."""
-    sums = [0]
-    for w in weights:
-        sums.append(sums[-1] + w)
+    exact = [int(w) if isinstance(w, Integral) else float(w) for w in weights]  # numpy's are narrower
+    sums: list[float] = [0, *itertools.accumulate(exact)]
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
 
@@ -393,15 +394,11 @@ def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
             bounds.append(bisect_right(sums, sums[bounds[-1]] + limit) - 1)
         return bounds if bounds[-1] == len(weights) else None
 
-    low, high = max(weights), sums[-1]
-    while low < high:
-        middle = (low + high) // 2 if isinstance(low, int) and isinstance(high, int) else (low + high) / 2
-        if cut(middle) is not None:
-            high = middle
-        elif isinstance(middle, int):
-            low = middle + 1
-        else:
-            low = middle
-            if high - low < 1e-6 * max(1, high):
-                break
-    return cut(high) or [0, *([len(weights)] * num_parts)]
+    low, high = max(exact), sums[-1]
+    if (bounds := cut(low)) is not None:
+        return bounds
+    whole = isinstance(high, int)
+    while high - low > (1 if whole else 1e-12 * high):  # no cut is as light as low, one is as light as high
+        middle = (low + high) // 2 if whole else (low + high) / 2
+        low, high = (middle, high) if cut(middle) is None else (low, middle)
+    return cast("list[int]", cut(high))
