@@ -47,6 +47,21 @@ def test_one_module_under_two_names(deepspeed):
     del deepspeed.zero.something
 
 
+def test_what_a_script_sets_in_a_module_is_what_it_does(deepspeed, monkeypatch):
+    """deepspeed.checkpointing is another object than the module whose functions read its names."""
+    from deepc.compat.runtime import checkpointing
+
+    mpu = types.ModuleType("mpu")
+    monkeypatch.setattr(deepspeed.checkpointing, "mpu", mpu)
+    monkeypatch.setattr(deepspeed.checkpointing, "num_layers", 7)
+    assert checkpointing.mpu is deepspeed.checkpointing.mpu is mpu and checkpointing.num_layers == 7
+    deepspeed.checkpointing.set_num_layers(8)
+    assert deepspeed.checkpointing.num_layers == 8
+    deepspeed.comm.something = 3
+    assert deepspeed.comm.something == 3 and not hasattr(deepspeed.utils.groups, "something")
+    del deepspeed.comm.something
+
+
 def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
     from deepspeed.linear import QuantizationConfig
 

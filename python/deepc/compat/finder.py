@@ -130,11 +130,11 @@ class _Loader(importlib.abc.Loader):
 
 
 class _ReExport(CompatModule):
-    """A module all of whose names are those of one of deepc's."""
+    """A module all of whose names are those of one of deepc's, and set there: who reads them is there."""
 
     def __init__(self, name: str, target: types.ModuleType) -> None:
         super().__init__(name, target.__doc__)
-        self.__dict__["_target"] = target
+        self.__dict__.update(_target=target, _before={})  # what a name was before it was set here
 
     def __getattr__(self, name: str) -> Any:
         target = self.__dict__["_target"]
@@ -143,6 +143,22 @@ class _ReExport(CompatModule):
         if name in vars(target):
             return vars(target)[name]
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        target = self.__dict__["_target"]
+        submodule = sys.modules.get(f"{self.__name__}.{name}") is value
+        if name in vars(target) and not name.startswith("__") and not submodule:
+            self.__dict__["_before"].setdefault(name, vars(target)[name])
+            setattr(target, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """What was set here goes (pytest's monkeypatch ends so), and the name is what it was."""
+        if name in self.__dict__["_before"]:
+            setattr(self.__dict__["_target"], name, self.__dict__["_before"].pop(name))
+        else:
+            super().__delattr__(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
