@@ -221,6 +221,16 @@ def test_accelerator_and_groups(deepspeed):
         groups.initialize(ep_size=2)
 
 
+def test_tensors_of_an_accelerator_are_on_it(deepspeed):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    for name, dtype in (("Float", torch.float32), ("BFloat16", torch.bfloat16), ("Byte", torch.uint8)):
+        assert getattr(CPU_Accelerator(), f"{name}Tensor")([1, 2]).dtype == dtype
+        made = getattr(CUDA_Accelerator(), f"{name}Tensor")
+        assert made.func is torch.tensor and made.keywords == {"dtype": dtype, "device": "cuda"}
+
+
 def test_activation_checkpointing(deepspeed):
     deepspeed.checkpointing.configure(None, num_checkpoints=2)
     x = torch.randn(4, 4, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -58,34 +59,37 @@ class DeepSpeedAccelerator:
     def get_compile_backend(self) -> str:
         return "inductor"
 
-    # ---- tensors -----------------------------------------------------------------------------------------------------
-    @property
-    def FloatTensor(self) -> type:
-        return torch.FloatTensor
+    # ---- tensors: called with values, on the device ------------------------------------------------------------------
+    def _tensor(self, kind: type, dtype: torch.dtype) -> Any:
+        return kind if self._name == "cpu" else functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
     @property
-    def HalfTensor(self) -> type:
-        return torch.HalfTensor
+    def FloatTensor(self) -> Any:
+        return self._tensor(torch.FloatTensor, torch.float)
 
     @property
-    def BFloat16Tensor(self) -> type:
-        return torch.BFloat16Tensor
+    def HalfTensor(self) -> Any:
+        return self._tensor(torch.HalfTensor, torch.half)
 
     @property
-    def DoubleTensor(self) -> type:
-        return torch.DoubleTensor
+    def BFloat16Tensor(self) -> Any:
+        return self._tensor(torch.BFloat16Tensor, torch.bfloat16)
 
     @property
-    def IntTensor(self) -> type:
-        return torch.IntTensor
+    def DoubleTensor(self) -> Any:
+        return self._tensor(torch.DoubleTensor, torch.double)
 
     @property
-    def LongTensor(self) -> type:
-        return torch.LongTensor
+    def IntTensor(self) -> Any:
+        return self._tensor(torch.IntTensor, torch.int)
 
     @property
-    def ByteTensor(self) -> type:
-        return torch.ByteTensor
+    def LongTensor(self) -> Any:
+        return self._tensor(torch.LongTensor, torch.long)
+
+    @property
+    def ByteTensor(self) -> Any:
+        return self._tensor(torch.ByteTensor, torch.uint8)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
