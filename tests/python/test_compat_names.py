@@ -231,6 +231,18 @@ def test_tensors_of_an_accelerator_are_on_it(deepspeed):
         assert made.func is torch.tensor and made.keywords == {"dtype": dtype, "device": "cuda"}
 
 
+def test_the_throughput_timer_counts_all_micro_batches_of_a_step(deepspeed, monkeypatch):
+    from deepspeed.utils import timer
+
+    clock = iter(range(100))
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: float(next(clock)))
+    of = timer.ThroughputTimer(batch_size=8, start_step=2)
+    for micro_batch in range(1, 13):  # steps of 4
+        of.start()
+        of.stop(global_step=micro_batch % 4 == 0)
+    assert of.avg_samples_per_sec() == 8 / 4
+
+
 def test_activation_checkpointing(deepspeed):
     deepspeed.checkpointing.configure(None, num_checkpoints=2)
     x = torch.randn(4, 4, requires_grad=True)

@@ -151,7 +151,7 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over the steps after the first `start_step`."""
+    """Samples per second over the steps after the first `start_step`, with all their micro-batches."""
 
     def __init__(
         self,
@@ -175,6 +175,7 @@ class ThroughputTimer:
     def start(self) -> None:
         _wait_for_device()
         self._began, self.started = time.perf_counter(), True
+        self._counts = self.global_step_count >= self.start_step  # it is a micro-batch of the step that follows these
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         if not self.started:
@@ -183,7 +184,7 @@ class ThroughputTimer:
         self.micro_step_count += 1
         self.global_step_count += global_step
         _wait_for_device()
-        if self.global_step_count > self.start_step:
+        if self._counts:
             self.total_elapsed_time += time.perf_counter() - self._began
         if (
             global_step
