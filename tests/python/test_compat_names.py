@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 from deepc.compat import names
-from deepc.errors import ArgumentError, CheckpointError, UnsupportedError
+from deepc.errors import ArgumentError, CheckpointError, ConfigError, UnsupportedError
 from programs import run_python
 from ranks import run_ranks
 
@@ -241,6 +241,18 @@ def test_the_throughput_timer_counts_all_micro_batches_of_a_step(deepspeed, monk
         of.start()
         of.stop(global_step=micro_batch % 4 == 0)
     assert of.avg_samples_per_sec() == 8 / 4
+
+
+@pytest.mark.parametrize("minutes", ["soon", "0", "nan", "1e99"])
+def test_a_timeout_that_is_none_is_named(deepspeed, monkeypatch, minutes):
+    from deepc.compat.helpers import comm
+
+    for good, seconds in (("0.5", 30), ("", comm._own.DEFAULT_TIMEOUT.total_seconds())):
+        monkeypatch.setenv("DEEPSPEED_TIMEOUT", good)
+        assert comm._timeout().total_seconds() == seconds
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(ConfigError, match=f"DEEPSPEED_TIMEOUT='{minutes}' must be a number of minutes"):
+        comm._timeout()
 
 
 def test_activation_checkpointing(deepspeed):

@@ -1101,6 +1101,25 @@ def test_a_launcher_that_tells_too_little_is_an_error_of_init_distributed(monkey
         comm.init_distributed()
 
 
+@pytest.mark.parametrize("port", [29500, 23456])
+def test_the_name_deepspeed_finds_the_same_place(deepspeed, monkeypatch, port):
+    """With MASTER_ADDR from the job's script: each rank of `srun --mpi=pmi2` was local rank 0."""
+    from deepc.comm import start
+
+    for name in places.VARIABLES:
+        monkeypatch.setenv(name, "")  # to be forgotten after the test
+        monkeypatch.delenv(name)
+    pmi2 = {"PMI_RANK": "5", "PMI_SIZE": "7"}
+    for name, value in {**SLURM, **pmi2, "MASTER_ADDR": "gpu08"}.items():
+        monkeypatch.setenv(name, value)
+    met = []
+    monkeypatch.setattr(start.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(start.dist, "init_process_group", lambda *_, **__: met.append(dict(os.environ)))
+    found = places.discover({**SLURM, **pmi2, **({"MASTER_PORT": str(port)} if port != 29500 else {})})[1]
+    deepspeed.init_distributed(distributed_port=port)
+    assert {name: met[0][name] for name in places.VARIABLES} == found and found["LOCAL_RANK"] == "1"
+
+
 # ---- the recipes -----------------------------------------------------------------------------------------------------
 DOC = Path(__file__).parents[2] / "docs" / "launching.md"
 

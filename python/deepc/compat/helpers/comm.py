@@ -26,7 +26,8 @@ from ...comm.start import (  # noqa: F401  # some are here for who imports this
     log_summary,
     reset_log,
 )
-from ...errors import MisuseError
+from ...errors import ConfigError, MisuseError
+from .values import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 logger = logging.getLogger("deepc")
 
@@ -38,7 +39,7 @@ def __getattr__(name: str) -> Any:
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
     verbose: bool = True,
     timeout: datetime.timedelta | None = None,
     init_method: str | None = None,
@@ -49,7 +50,8 @@ def init_distributed(
 ) -> None:
     """Initialises torch.distributed unless it is: with the launcher's ranks, else those of MPI (OMPI_*, PMI_*) or
     Slurm, else one process. dist_backend: None, "nccl" and "ccl" mean deepc's backend (shared memory on CPU, NCCL
-    beneath it on GPUs); others are torch's.
+    beneath it on GPUs); others are torch's. distributed_port: where ranks of MPI or Slurm meet, unless MASTER_PORT says
+    so; the default: a port of the job's own. auto_mpi_discovery: without effect, those ranks are known as they are.
     """
     if config is not None:
         configure(config)
@@ -60,8 +62,8 @@ def init_distributed(
             "init_distributed(dist_init_required=False): there is no process group yet. Call"
             " torch.distributed.init_process_group first, or leave the argument out"
         )
-    if auto_mpi_discovery:
-        _discover(distributed_port)
+    if "RANK" not in os.environ and distributed_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))  # where ranks of MPI or Slurm meet
     backend = None if dist_backend in (None, "nccl", "ccl", "deepc") else dist_backend
     _own.init_distributed(
         backend, timeout=timeout or _timeout(), init_method=init_method, rank=rank, world_size=world_size
@@ -69,31 +71,14 @@ def init_distributed(
 
 
 def _timeout() -> datetime.timedelta:
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    return _own.DEFAULT_TIMEOUT if minutes is None else datetime.timedelta(minutes=float(minutes))
-
-
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-
-
-def _discover(port: int) -> None:
-    """Ranks that mpirun started say who they are in other variables."""
-    if "RANK" in os.environ:
-        return
-    for rank, size, local, local_size in _LAUNCHERS:
-        if rank in os.environ and size in os.environ:
-            os.environ.setdefault("RANK", os.environ[rank])
-            os.environ.setdefault("WORLD_SIZE", os.environ[size])
-            os.environ.setdefault("LOCAL_RANK", os.environ.get(local, "0"))
-            if local_size in os.environ:
-                os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ[local_size])
-            if os.environ.get(local_size) == os.environ[size]:  # one node: it is this one
-                os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(port))
-            return
+    if not (minutes := os.environ.get("DEEPSPEED_TIMEOUT")):
+        return _own.DEFAULT_TIMEOUT
+    try:
+        if (given := datetime.timedelta(minutes=float(minutes))) > datetime.timedelta():
+            return given
+    except (ValueError, OverflowError):  # no number; one of more days than there are
+        pass
+    raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes!r} must be a number of minutes above 0; set it so, or unset it")
 
 
 def is_available() -> bool:  # type: ignore[no-redef]  # over torch's
