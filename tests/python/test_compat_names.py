@@ -263,7 +263,7 @@ def test_activation_checkpointing(deepspeed):
     assert deepspeed.checkpointing.is_configured() and deepspeed.checkpointing.num_layers == 2
 
 
-def test_init_inference(deepspeed):
+def test_init_inference(deepspeed, tmp_path):
     model = torch.nn.Linear(4, 2)
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, tensor_parallel={"tp_size": 1})
     assert (
@@ -275,6 +275,16 @@ def test_init_inference(deepspeed):
         deepspeed.init_inference(model, mp_size=2)
     with pytest.raises(ArgumentError, match="does not know no_such"):
         deepspeed.init_inference(model, no_such=1)
+    (tmp_path / "torn.json").write_text('{"dtype": ')
+    (tmp_path / "good.json").write_text('{"dtype": "bf16"}  // as a configuration of training')
+    assert deepspeed.init_inference(model, str(tmp_path / "good.json"))._config.dtype == "bf16"
+    for wrong, text in (
+        (str(tmp_path / "none.json"), "can't read the configuration file .*none.json"),
+        (str(tmp_path / "torn.json"), "torn.json, line 1, column"),
+        (deepspeed.DeepSpeedInferenceConfig(), "not DeepSpeedInferenceConfig"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            deepspeed.init_inference(model, wrong)
 
 
 def test_a_plain_deepspeed_script(deepspeed, tmp_path):

@@ -3,13 +3,12 @@ or, with a `zero` section that asks for it, its weights on disk (ZeRO-Inference)
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...comm.start import default_device
+from ...config.source import read
 from ...core import dtypes
 from ...core.ops import torch_dtype
 from ...engine.base import ModelWrapper
@@ -155,7 +154,7 @@ def init_inference(
     operators (deepc.fuse). zero: a zero_optimization section; with offload_param.device "nvme" the weights lie on disk
     and are read layer by layer (deepc.inference). Tensor parallelism, quantisation and checkpoint loading raise
     UnsupportedError."""
-    given = json.loads(Path(config).read_text()) if isinstance(config, str) else dict(config or {})
+    given = read(config)[0] if config is not None else {}
     for key, value in kwargs.items():
         if key in given and given[key] != value:
             raise ArgumentError(f"init_inference: {key} is {given[key]!r} in config and {value!r} as an argument")
