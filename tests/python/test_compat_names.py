@@ -355,6 +355,35 @@ def test_a_plain_deepspeed_script(deepspeed, tmp_path):
     engine.destroy()
 
 
+def test_checkpoints_as_models_again_and_again(deepspeed, tmp_path, caplog):
+    """A folder that has another model's files, a script that can't be left, names that only one side has."""
+    import tiny
+    from deepspeed.utils import zero_to_fp32
+
+    (tmp_path / "zero_to_fp32.py").mkdir()
+    engine, *_ = deepspeed.initialize(
+        model=tiny.make_model(), config={"train_batch_size": 4, "optimizer": {"type": "Adam"}}
+    )
+    engine.save_checkpoint(tmp_path)
+    assert "zero_to_fp32.py: Is a directory; the checkpoint is saved" in caplog.text
+    out = tmp_path / "out"
+    for size in ("5GB", 1, "5 GiB"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, max_shard_size=size)
+        names = {p.name for p in out.iterdir()}
+        assert ("pytorch_model.bin" in names) == ("pytorch_model.bin.index.json" not in names) == (size != 1)
+        assert size == 1 or names == {"pytorch_model.bin"}
+    with pytest.raises(ArgumentError, match="'1.2.3GB' is not a size"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, max_shard_size="1.2.3GB")
+    caplog.clear()
+    zero_to_fp32.load_state_dict_from_zero_checkpoint(tiny.make_model(), tmp_path)
+    assert "checkpoint" not in caplog.text
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    zero_to_fp32.load_state_dict_from_zero_checkpoint(other, tmp_path)
+    assert "2 of the model's tensors are not in checkpoint" in caplog.text and "0.weight, 0.bias" in caplog.text
+    assert "are not in the model: " in caplog.text
+    engine.destroy()
+
+
 def test_an_engine_without_optimizer_is_for_evaluation(deepspeed):
     import tiny
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 
 from ...checkpoint.store import CheckpointReader, read_latest, write_model
+from ...checkpoint.tool import parse_size
 from ...core import dtypes
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, CheckpointError
 
+logger = logging.getLogger("deepc")
 _NAMES = sorted(n for d in dtypes.TRAINED for n in (d.name, d.short))
 _KINDS = ("fp32", "frozen", "buffer")
 
@@ -103,13 +106,7 @@ def _shard_bytes(size: str | int | None) -> int:
     """ "5GB" (decimal, as huggingface_hub counts) in bytes; None: no limit."""
     if size is None:
         return 1 << 62
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
-    if match is None:
-        raise ArgumentError(f'max_shard_size {size!r}: a number of bytes, or a text like "5GB"')
-    base = 1024 if match.group(3) else 1000
-    return int(float(match.group(1)) * base ** " KMGT".index(match.group(2).upper() or " "))
+    return size if isinstance(size, int) else parse_size(size)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -131,7 +128,8 @@ def _converted(weights: _Weights, dtype: torch.dtype) -> Iterator[tuple[str, tor
 
 
 def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limit: int) -> None:
-    """pytorch_model.bin, or shards of it with an index, as Hugging Face names them."""
+    """pytorch_model.bin, or shards of it with an index, as Hugging Face names them. Those of an earlier call that are
+    not written anew are removed last: from_pretrained would take them."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     sizes = [0]
     for name, values in _converted(weights, dtype):
@@ -151,7 +149,11 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
         torch.save(shard, output_dir / file)
     if n > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {k: f for s, f in zip(shards, files) for k in s}}
-        (output_dir / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        files.append("pytorch_model.bin.index.json")
+        (output_dir / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for path in output_dir.iterdir():
+        if path.name not in files and re.fullmatch(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?", path.name):
+            path.unlink()
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -191,9 +193,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Loads the weights of a checkpoint into a plain model (one that no engine holds) on the CPU, and returns it."""
+    """Loads the weights of a checkpoint into a plain model (one that no engine holds) on the CPU, and returns it. Names
+    that only one of them has are left out, as in DeepSpeed; a warning tells them."""
     model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    left = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    for names, text in (
+        (left.missing_keys, "%d of the model's tensors are not in checkpoint %s and keep their values: %s"),
+        (left.unexpected_keys, "%d tensors of checkpoint %s are not in the model: %s"),
+    ):
+        if names:
+            logger.warning(text, len(names), checkpoint_dir, ", ".join(names[:5]) + ", ..." * (len(names) > 5))
     return model
 
 
@@ -208,10 +217,18 @@ sys.exit(main())
 
 
 def leave_script(directory: str | os.PathLike[str]) -> None:
-    """Puts zero_to_fp32.py into a folder of checkpoints, as DeepSpeed does."""
+    """Puts zero_to_fp32.py into a folder of checkpoints, as DeepSpeed does. Where it can't be written (another user's,
+    a file system without modes) a warning says so: the checkpoint is whole, and other ranks have gone on."""
     path = Path(directory, "zero_to_fp32.py")
-    path.write_text(SCRIPT)
-    path.chmod(0o755)
+    try:
+        path.write_text(SCRIPT)
+        path.chmod(0o755)
+    except OSError as exc:
+        logger.warning(
+            "can't write %s: %s; the checkpoint is saved, and `python -m deepc.compat.zero_to_fp32` does the same",
+            path,
+            exc.strerror or exc,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
