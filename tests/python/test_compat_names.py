@@ -384,6 +384,28 @@ def test_checkpoints_as_models_again_and_again(deepspeed, tmp_path, caplog):
     engine.destroy()
 
 
+def test_what_an_engine_says_of_offload_and_takes_in_backward(deepspeed):
+    import tiny
+
+    def made(**zero):
+        config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2, **zero}}
+        return deepspeed.initialize(model=tiny.make_model(), config=config)[0]
+
+    engine = made()
+    assert engine.zero_offload_optimizer() is engine.zero_offload_param() is None
+    assert not engine.zero_cpu_offload() and not engine.zero_use_cpu_optimizer()
+    loss = engine(*tiny.make_batch(0, 4))
+    with pytest.raises(ArgumentError, match=r"engine.backward\(\) does not take create_graph: "):
+        engine.backward(loss, create_graph=True)
+    engine.backward(loss, allreduce_gradients=True, release_loss=False)
+    assert engine.step().applied
+    for wrong in (6.0, True, 0):
+        with pytest.raises(ArgumentError, match="set_train_batch_size"):
+            engine.set_train_batch_size(wrong)
+    offloaded = made(offload_optimizer={"device": "cpu"})
+    assert offloaded.zero_offload_optimizer().device == "cpu" and offloaded.zero_use_cpu_optimizer()
+
+
 def test_an_engine_without_optimizer_is_for_evaluation(deepspeed):
     import tiny
 

@@ -153,11 +153,18 @@ class DeepSpeedEngine(Engine):
             )
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **other: Any
     ) -> torch.Tensor:  # type: ignore[override]
         self._refuse_to_train("backward")
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        """As deepc's. allreduce_gradients and release_loss, of older releases, are without effect, as they were
+        there."""
 
+        if unknown := sorted(other.keys() - {"allreduce_gradients", "release_loss"}):
+            raise ArgumentError(
+                f"engine.backward() does not take {', '.join(unknown)}: it takes loss, retain_graph and scale_wrt_gas;"
+                " call loss.backward(...) for torch's arguments"
+            )
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         self._refuse_to_train("step")
         if self._in_no_sync:
@@ -274,7 +281,8 @@ class DeepSpeedEngine(Engine):
     def zero_cpu_offload(self) -> bool:
         return self._config.zero.offload_optimizer.device == "cpu"
 
-    zero_use_cpu_optimizer = zero_cpu_offload
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self._config.zero.offload_optimizer.device != "none"
 
     def zero_allow_untested_optimizer(self) -> bool:
         return self._config.zero_allow_untested_optimizer
@@ -390,7 +398,7 @@ class DeepSpeedEngine(Engine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of micro-batches of a step, from the next step on."""
         per_pass = self.train_micro_batch_size_per_gpu() * self.mesh.dp
-        if train_batch_size <= 0 or train_batch_size % per_pass:
+        if type(train_batch_size) is not int or train_batch_size <= 0 or train_batch_size % per_pass:
             raise ArgumentError(
                 f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch x ranks, {per_pass}"
             )
@@ -398,8 +406,8 @@ class DeepSpeedEngine(Engine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro-batch, keeping the accumulation."""
-        if micro_batch_size <= 0:
-            raise ArgumentError(f"set_train_micro_batch_size({micro_batch_size}): it must be positive")
+        if type(micro_batch_size) is not int or micro_batch_size <= 0:
+            raise ArgumentError(f"set_train_micro_batch_size({micro_batch_size}): it must be a positive integer")
         self._set_batch(
             train_micro_batch_size_per_gpu=micro_batch_size,
             train_batch_size=micro_batch_size * self.gradient_accumulation_steps() * self.mesh.dp,
@@ -547,6 +555,8 @@ class DeepSpeedEngine(Engine):
             value = getattr(self._config.zero, field)
             return lambda: value
         if name in _UNSUPPORTED_METHODS:
+            if getattr(value, "device", "") == "none":  # offload_*: None where nothing is asked for, as in DeepSpeed
+                value = None
             raise UnsupportedError(f"engine.{name}: {_UNSUPPORTED_METHODS[name]}")
         try:
             return super().__getattr__(name)
