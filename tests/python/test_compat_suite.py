@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepc.errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
+from deepc.errors import ArgumentError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from plainly import adam_config as config
 from ranks import run_ranks
 from torch import nn
@@ -509,11 +509,17 @@ def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, t
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_16_bit_model_without_a_section_trains_in_its_dtype(deepspeed, dtype, stage):
+    engine.backward((engine(x) - y).square().mean())
+    engine.module.zero_grad()  # means the one that trains
+    with pytest.raises(DeepcError, match="without a backward"):
+        engine.step()
     model = net().to(dtype)
+    engine.module.zero_grad()
     engine = engine_of(stage, model, fp16={"enabled": False})
     assert engine.dtype == dtype and engine.loss_scale == 1
     before = engine.full_fp32_param(next(model.parameters())).clone()
     engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
+    engine.module.zero_grad()
     assert engine.step().applied and not torch.equal(before, engine.full_fp32_param(next(model.parameters())))
 
 

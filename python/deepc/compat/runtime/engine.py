@@ -108,7 +108,8 @@ class DeepSpeedEngine(Engine):
             self.unequal_batches = _in_its_words(self.unequal_batches)
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
-        zero_grad.follow(self)
+        if not self._inference_only:  # else it would stand for the one that trains the model
+            zero_grad.follow(self)
         if optimizer is None:
             optimizers.name_adam(self)
         optimizers.show_as_client(self)

@@ -35,7 +35,7 @@ def _replace() -> None:
         original(self, set_to_none)
         engine = _engines.get(self)
         engine = engine() if engine is not None else None
-        if engine is not None:
+        if engine is not None and not engine.destroyed:  # else the model is an ordinary one again
             engine.module_zero_grad()
 
     zero_grad._deepc = True  # type: ignore[attr-defined]
