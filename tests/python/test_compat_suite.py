@@ -474,6 +474,9 @@ def test_a_model_that_an_earlier_engine_trains(deepspeed, stage):
     second = engine_of(stage, model)
     torch.testing.assert_close([second.full_fp32_param(p) for p in model.parameters()], weights, rtol=0, atol=0)
     second.backward(second(torch.ones(2, 8)).square().mean())
+    with pytest.raises(ConfigError, match="gradient_cliping"):  # which leaves the first one and its states
+        engine_of(stage, model, gradient_cliping=1.0)
+    assert first.full_optimizer_state(next(model.parameters()), "exp_avg").abs().max() > 0
     assert second.step().applied
     assert not torch.equal(second.full_fp32_param(next(model.parameters())), weights[0])
 
@@ -481,6 +484,20 @@ def test_a_model_that_an_earlier_engine_trains(deepspeed, stage):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, tmp_path):
     """Trainer makes one where another Trainer evaluates the model. An engine that was destroyed says so."""
+def test_engines_are_told_in_the_order_of_their_making():
+    """Ranks end the earlier engines of a model one after the other, which is collective."""
+    from deepc.zero.parameters import owners
+
+    class Engine:
+        state = SimpleNamespace(trained=[], let_go=lambda trainers: None)
+
+    made = [Engine() for _ in range(40)]
+    for engine in made:
+        owners.enter(engine)
+    owners.leave(made.pop(7))
+    assert [e for e in owners.alive() if isinstance(e, Engine)] == made
+
+
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     engine = engine_of(stage)
     watcher = deepspeed.initialize(

@@ -625,7 +625,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
     given, mpu = models.with_sequences(given if given is not None else named, mpu)
     given = models.with_mesh(given, mesh_param)
-    models.leave_earlier(model, optimizer, given)
+    models.leave_earlier(model, optimizer, given, mpu)
     given = models.with_own_precision(model, given)
     models.mark_leaves(model, given)
     made = assembly.initialize(

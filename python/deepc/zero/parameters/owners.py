@@ -5,6 +5,7 @@ Knows an engine by its model states (`Owner`)."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,8 @@ class Owner(Protocol):
 
 # Values are engines; Any, because a WeakValueDictionary of a Protocol can't be read as the class that was put in.
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # id(parameter) -> who trains it
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in the order of their making
+_numbers = itertools.count()
 
 
 def trainer(p: torch.Tensor) -> Any | None:
@@ -34,8 +36,9 @@ def trainer(p: torch.Tensor) -> Any | None:
 
 
 def alive() -> list[Any]:
-    """The engines of this process that are complete and not destroyed."""
-    return list(_alive)
+    """The engines of this process that are complete and not destroyed, in the order of their making, which is the same
+    on all ranks: what is done with each may be collective."""
+    return list(_alive.values())
 
 
 def enter(owner: Owner) -> None:
@@ -43,14 +46,15 @@ def enter(owner: Owner) -> None:
     one lets go of it."""
     for p in owner.state.trained:
         _trainers[id(p)] = owner
-    for other in _alive:
+    for other in alive():
         other.state.let_go(_trainers)
-    _alive.add(owner)
+    _alive[next(_numbers)] = owner
 
 
 def leave(owner: Owner) -> None:
     """The engine ends, or was never complete: its parameters are ordinary ones."""
-    _alive.discard(owner)
+    for number in [n for n, other in _alive.items() if other is owner]:
+        del _alive[number]
     state: ModelState | None = owner.__dict__.get("state")
     if state is None:
         return

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from ....comm.start import default_device
 from ....config.source import read
 from ....config.tree import Config
+from ....engine.assembly.shares import ranks_to_share
 from ....errors import ArgumentError, ConfigError
+from ....parallel.tensor.rules import as_noted
 from ....zero.parameters import owners
 from ...helpers.comm import get_world_size
 from ...helpers.parallel import sequence_state
@@ -23,16 +26,20 @@ from ...helpers.utils import (
 from .sections import DeepSpeedZeroLeafModuleConfig
 
 
-def leave_earlier(model: Any, optimizer: Any, source: Any) -> None:
+def leave_earlier(model: Any, optimizer: Any, source: Any, mpu: Any) -> None:
     """An engine of the same model that still lives is destroyed: the new one trains it. One for evaluation (without any
-    optimizer) leaves it alone, and sees what it trains. Collective."""
+    optimizer) leaves it alone, and sees what it trains. A wrong configuration is an error before: the earlier engine
+    has the optimizer's states. Collective."""
     raw = source.raw if isinstance(source, Config) else read(source)[0]
     if optimizer is None and raw.get("optimizer") is None:
         return
-    for engine in owners.alive():
-        if engine.module is model:
-            log_dist("the model belongs to an earlier engine, which is destroyed: the new one trains it", ranks=[0])
-            engine.destroy()
+    earlier = [engine for engine in owners.alive() if engine.module is model]
+    if earlier and mpu is None:  # whose sizes would belong to the configuration
+        world, device = ranks_to_share(model, source), default_device().type
+        Config.load(as_noted(model, source, None), world_size=world, device_type=device)
+    for engine in earlier:
+        log_dist("the model belongs to an earlier engine, which is destroyed: the new one trains it", ranks=[0])
+        engine.destroy()
 
 
 def with_mesh(source: Any, mesh_param: Any) -> Any:
