@@ -139,6 +139,9 @@ def test_monitor_sections_of_a_config(deepspeed, tmp_path):
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
     made = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section, "zero_optimization": {"stage": 2}})
     assert made.monitor_config.enabled and made.zero_config.stage == 2
+    bare = DeepSpeedConfig({"train_batch_size": 1, "optimizer": None, "zero_optimization": True, "csv_monitor": None})
+    assert (bare.zero_config.stage, bare.optimizer_name, bare.scheduler_params) == (1, None, None)
+    assert not bare.monitor_config.enabled
     master = MonitorMaster(made.monitor_config)
     master.write_events([("Eval/accuracy", 0.5, 7)])
     master.close()
@@ -471,19 +474,16 @@ def test_a_model_that_an_earlier_engine_trains(deepspeed, stage):
     first.backward(first(torch.ones(2, 8)).square().mean())
     first.step()
     weights = [first.full_fp32_param(p).clone() for p in model.parameters()]
-    second = engine_of(stage, model)
-    torch.testing.assert_close([second.full_fp32_param(p) for p in model.parameters()], weights, rtol=0, atol=0)
-    second.backward(second(torch.ones(2, 8)).square().mean())
     with pytest.raises(ConfigError, match="gradient_cliping"):  # which leaves the first one and its states
         engine_of(stage, model, gradient_cliping=1.0)
     assert first.full_optimizer_state(next(model.parameters()), "exp_avg").abs().max() > 0
+    second = engine_of(stage, model)
+    torch.testing.assert_close([second.full_fp32_param(p) for p in model.parameters()], weights, rtol=0, atol=0)
+    second.backward(second(torch.ones(2, 8)).square().mean())
     assert second.step().applied
     assert not torch.equal(second.full_fp32_param(next(model.parameters())), weights[0])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, tmp_path):
-    """Trainer makes one where another Trainer evaluates the model. An engine that was destroyed says so."""
 def test_engines_are_told_in_the_order_of_their_making():
     """Ranks end the earlier engines of a model one after the other, which is collective."""
     from deepc.zero.parameters import owners
@@ -498,6 +498,9 @@ def test_engines_are_told_in_the_order_of_their_making():
     assert [e for e in owners.alive() if isinstance(e, Engine)] == made
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, tmp_path):
+    """Trainer makes one where another Trainer evaluates the model. An engine that was destroyed says so."""
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     engine = engine_of(stage)
     watcher = deepspeed.initialize(
@@ -506,11 +509,17 @@ def test_engines_are_told_in_the_order_of_their_making():
     with torch.no_grad():
         seen = watcher(x)
     assert torch.equal(seen, engine.module(x))
+    engine.backward((engine(x) - y).square().mean())
+    engine.module.zero_grad()  # means the one that trains
+    with pytest.raises(DeepcError, match="without a backward"):
+        engine.step()
     watcher.destroy()
+    engine.module.zero_grad()
     engine.backward((engine(x) - y).square().mean())
     assert engine.step().applied and not torch.equal(seen, engine.module(x))
     loss = (engine(x) - y).square().mean()
     engine.destroy()
+    engine.module.zero_grad()
     with pytest.raises(MisuseError, match=r"engine\.backward\(\) of an engine that was destroyed"):
         engine.backward(loss)
     for call in (
@@ -526,17 +535,11 @@ def test_engines_are_told_in_the_order_of_their_making():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_16_bit_model_without_a_section_trains_in_its_dtype(deepspeed, dtype, stage):
-    engine.backward((engine(x) - y).square().mean())
-    engine.module.zero_grad()  # means the one that trains
-    with pytest.raises(DeepcError, match="without a backward"):
-        engine.step()
     model = net().to(dtype)
-    engine.module.zero_grad()
     engine = engine_of(stage, model, fp16={"enabled": False})
     assert engine.dtype == dtype and engine.loss_scale == 1
     before = engine.full_fp32_param(next(model.parameters())).clone()
     engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
-    engine.module.zero_grad()
     assert engine.step().applied and not torch.equal(before, engine.full_fp32_param(next(model.parameters())))
 
 

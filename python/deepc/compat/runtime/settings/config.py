@@ -32,9 +32,16 @@ class DeepSpeedConfig:
         self._param_dict = self._config.raw
         self.world_size = world
 
+    def _section(self, name: str) -> dict[str, Any]:
+        """{} if it is null, or zero_optimization in its oldest form, a bool."""
+        section = self._param_dict.get(name)
+        if isinstance(section, bool):
+            return {"stage": int(section)}
+        return section or {}
+
     @property
     def zero_config(self) -> DeepSpeedZeroConfig:
-        return DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization", {}))
+        return DeepSpeedZeroConfig(**self._section("zero_optimization"))
 
     @property
     def monitor_config(self) -> DeepSpeedMonitorConfig:
@@ -50,23 +57,20 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_name(self) -> str | None:
-        kind = self._param_dict.get("optimizer", {}).get("type")
+        kind = self._section("optimizer").get("type")
         return kind.lower() if isinstance(kind, str) else None
 
     @property
     def optimizer_params(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._param_dict.get("optimizer", {}).get("params")
-        return found
+        return self._section("optimizer").get("params")
 
     @property
     def scheduler_name(self) -> str | None:
-        found: str | None = self._param_dict.get("scheduler", {}).get("type")
-        return found
+        return self._section("scheduler").get("type")
 
     @property
     def scheduler_params(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._param_dict.get("scheduler", {}).get("params")
-        return found
+        return self._section("scheduler").get("params")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

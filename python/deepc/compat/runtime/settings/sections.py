@@ -326,4 +326,4 @@ class DeepSpeedMonitorConfig(Section):
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """The monitors' sections of a configuration dict."""
-    return DeepSpeedMonitorConfig(**{k: param_dict.get(k, {}) for k in DeepSpeedMonitorConfig.FIELDS})
+    return DeepSpeedMonitorConfig(**{k: param_dict.get(k) or {} for k in DeepSpeedMonitorConfig.FIELDS})
