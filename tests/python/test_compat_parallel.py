@@ -162,6 +162,7 @@ def _adapted(rank, world):
     whole = {"input_ids": torch.arange(4)[None], "position_ids": torch.arange(4)[None]}
     wrong = [
         ({"input_ids": whole["input_ids"]}, "no position_ids"),
+        ({"position_ids": whole["position_ids"]}, "no input_ids"),
         ({k: v[:, :3] for k, v in whole.items()}, "3 positions can't be shared by 2"),
         ({**whole, "mask": torch.ones(1, 2)}, r"mask is \[1, 2\]"),
     ]

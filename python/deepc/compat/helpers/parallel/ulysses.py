@@ -277,6 +277,8 @@ class UlyssesSPDataLoaderAdapter:
                 "UlyssesSPDataLoaderAdapter: the batch has no position_ids, by which a rank knows where its part"
                 " stands; torch.arange(positions) for each sample, from the collator"
             )
+        if "input_ids" not in batch:
+            raise ArgumentError("UlyssesSPDataLoaderAdapter: the batch has no input_ids, whose positions are cut")
         length = batch["input_ids"].shape[1]
         if length % self.sp_world_size:
             raise ArgumentError(
