@@ -185,3 +185,32 @@ def _in_order(rank, world):
 def test_training_data_of_a_pipeline_comes_in_its_own_order():
     """And begins again at its end."""
     assert run_ranks(_in_order, 2)[1] == [(2, 1, 2)] * 2 + [(2, 2, 2)] * 2 + [(2, 1, 2)] * 2
+
+
+def _shares_of_a_pipeline(rank, world, folder):
+    """Each rank names a folder of its own: who writes there has taken itself for the one that has the model."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+    from deepspeed.utils import groups
+
+    model = deepspeed.pipe.PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], num_stages=2)
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
+    engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 1, "optimizer": optimizer})
+    engine.save_16bit_model(f"{folder}/{rank}")
+    return (
+        (engine.global_rank, engine.world_size),
+        dist.get_process_group_ranks(engine.data_parallel_group),
+        groups._get_data_parallel_world_size(),
+        groups._get_data_parallel_rank(),
+        groups._get_sequence_data_parallel_world_size(),
+        groups._get_broadcast_src_rank(),
+    )
+
+
+def test_stages_are_no_replicas_and_one_rank_writes_the_model(tmp_path):
+    assert run_ranks(_shares_of_a_pipeline, 2, args=(str(tmp_path),)) == [
+        ((r, 2), [r], 1, 0, 1, r) for r in range(2)
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
+    whole = torch.load(tmp_path / "0" / "pytorch_model.bin", weights_only=True)
+    assert [tuple(t.shape) for t in whole.values()] == [(2, 2), (2,), (1, 2), (1,)]

@@ -150,7 +150,7 @@ class EngineBase(ModelWrapper):
     cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
     spread: frozenset[int]  # ids of the parameters and buffers of experts that are spread over ranks
     shared_gradients: SharedGradients | None  # over the ranks that share the experts; None: nothing is spread
-    world_size: int  # of `group`, as the next two
+    world_size: int  # of `group`, as the next two; of all ranks in DeepSpeed's engine: inside, ask the group
     global_rank: int
     local_rank: int
     dtype: torch.dtype  # what the model computes with now

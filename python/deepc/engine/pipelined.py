@@ -69,7 +69,7 @@ class PipelineEngine(Engine):
                 p.data = p.data.to(self.dtype)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
-        shares = self.world_size > 1 or self.shared_gradients is not None
+        shares = self.group.world > 1 or self.shared_gradients is not None
         self._sums = shares or self.part.order.chunks > 1 or self._stages.splits(self.micro_batches)
         # (number of a tie, the parameter, ranks of the pipeline that hold copies): those that this rank trains; and
         # (number, the copy, the rank that trains it)

@@ -54,6 +54,11 @@ def _cut() -> bool:
     return _mesh.tp > 1 and _known()
 
 
+def _parted() -> bool:
+    """Whether its ranks have different parts of the model: shards of tensors, or stages."""
+    return _mesh.pp * _mesh.tp > 1 and _known()
+
+
 def _shared() -> bool:
     """Whether its ranks share sequences."""
     return _mesh.sp > 1 and _known()
@@ -71,7 +76,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def _get_sequence_data_parallel_group() -> Any:
     """Those with the same shards. Made by all ranks at the first call: collective."""
     global _replicas_of
-    if not _cut():
+    if not _parted():
         return dist.group.WORLD if dist.is_initialized() else None
     if _replicas_of is not dist.group.WORLD:
         _replicas.clear()
@@ -84,11 +89,15 @@ def _get_sequence_data_parallel_group() -> Any:
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    return _mesh.dp * _mesh.sp if _cut() else get_world_size()
+    return len(_get_sequence_data_parallel_ranks())
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    return list(_mesh.replicas(get_rank())).index(get_rank()) if _cut() else get_rank()
+    return _get_sequence_data_parallel_ranks().index(get_rank())
+
+
+def _get_sequence_data_parallel_ranks() -> list[int]:
+    return list(_mesh.replicas(get_rank()) if _parted() else range(get_world_size()))
 
 
 def _get_data_parallel_group() -> Any:
@@ -107,7 +116,7 @@ def _get_data_parallel_rank() -> int:
 def _get_data_parallel_group_ranks() -> list[int]:
     if _shared():
         return list(_mesh.group("dp", get_rank()))
-    return list(_mesh.replicas(get_rank())) if _cut() else list(range(get_world_size()))
+    return _get_sequence_data_parallel_ranks()
 
 
 def _get_sequence_parallel_group() -> Any:
@@ -146,7 +155,7 @@ def _get_expert_model_parallel_world_size() -> int:
 
 
 def _get_broadcast_src_rank() -> int:
-    return 0
+    return _get_sequence_data_parallel_ranks()[0]
 
 
 get_data_parallel_group = _get_data_parallel_group

@@ -106,6 +106,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(model, config, optimizer=optimizer, evaluates=True, **options)
         if self.unequal_batches is not None:
             self.unequal_batches = _in_its_words(self.unequal_batches)
+        self.world_size, self.global_rank = self.everyone.world, self.everyone.rank  # of all ranks, as there
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         if not self._inference_only:  # else it would stand for the one that trains the model
@@ -156,16 +157,16 @@ class DeepSpeedEngine(Engine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **other: Any
     ) -> torch.Tensor:  # type: ignore[override]
-        self._refuse_to_train("backward")
-        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         """As deepc's. allreduce_gradients and release_loss, of older releases, are without effect, as they were
         there."""
-
+        self._refuse_to_train("backward")
         if unknown := sorted(other.keys() - {"allreduce_gradients", "release_loss"}):
             raise ArgumentError(
                 f"engine.backward() does not take {', '.join(unknown)}: it takes loss, retain_graph and scale_wrt_gas;"
                 " call loss.backward(...) for torch's arguments"
             )
+        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         self._refuse_to_train("step")
         if self._in_no_sync:
@@ -554,10 +555,10 @@ class DeepSpeedEngine(Engine):
         field = _flat_zero_keys().get(name)
         if field is not None:
             value = getattr(self._config.zero, field)
-            return lambda: value
-        if name in _UNSUPPORTED_METHODS:
             if getattr(value, "device", "") == "none":  # offload_*: None where nothing is asked for, as in DeepSpeed
                 value = None
+            return lambda: value
+        if name in _UNSUPPORTED_METHODS:
             raise UnsupportedError(f"engine.{name}: {_UNSUPPORTED_METHODS[name]}")
         try:
             return super().__getattr__(name)

@@ -432,8 +432,8 @@ def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, traine
 # ---- the plan --------------------------------------------------------------------------------------------------------
 def make_plans(engine: EngineBase, named: Named, group_of: dict[int, int]) -> dict[torch.dtype, Plan]:
     """The engine's plan, and one for each other dtype that its policy may change to."""
-    group, rank = engine.group, engine.global_rank
-    mesh = Mesh(dp=engine.world_size, ranks_per_node=group.ranks_per_node)
+    group, rank = engine.group, engine.group.rank
+    mesh = Mesh(dp=engine.group.world, ranks_per_node=group.ranks_per_node)
     meta, machine = meta_of(named, group_of), Machine.here(engine.device, group)
     plans = {
         dtype: derive(
@@ -485,7 +485,7 @@ def predict_memory(
             engine.module,
             stage,
             engine._config,
-            engine.world_size,
+            engine.group.world,
             engine.dtype,
             shared=engine.shared_gradients,
         )
@@ -550,7 +550,7 @@ def place_buffers(engine: EngineBase) -> None:
             if b is not None:
                 wanted = dtype if casts and b.is_floating_point() else b.dtype
                 b.data = b.data.to(device=engine.device, dtype=wanted)
-    if engine.world_size > 1:
+    if engine.group.world > 1:
         for _, b in engine.module.named_buffers():
             gathered.broadcast_whole(engine.group, b, 0)
     engine.step_policy.cast_buffers()

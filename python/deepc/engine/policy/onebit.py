@@ -175,7 +175,7 @@ class OneBitSteps(Plain):
     @property
     def _keeps(self) -> bool:
         """Whether the gradients of the next step are each worker's own."""
-        return self._engine.world_size > 1 and not self.update.method.averages
+        return self._engine.group.world > 1 and not self.update.method.averages
 
     def make_reducer(self) -> Reducer:
         engine, plan, state = self._engine, self._engine.plan, self._engine.state
@@ -228,7 +228,7 @@ class OneBitSteps(Plain):
 
     def loaded(self) -> None:
         self._kept = self._keeps
-        if self._engine.world_size > 1:
+        if self._engine.group.world > 1:
             self._either.keeps = self._keeps
 
 
@@ -280,7 +280,7 @@ class OneBitShards(OneBitSteps):
         return self._copies
 
     def describe(self) -> str:
-        nodes, ranks = self._engine.everyone.nodes, self._engine.world_size
+        nodes, ranks = self._engine.everyone.nodes, self._engine.group.world
         where = f"each of {nodes} nodes has all states, in {ranks} part{'s' * (ranks > 1)}"
         return f"{super().describe()}; {where if nodes > 1 else 'one node has all ranks, and nothing is sent'}"
 
@@ -290,7 +290,7 @@ class OneBitShards(OneBitSteps):
 
     @property
     def divisor(self) -> int:
-        return self._engine.world_size if self._keeps else self._engine.everyone.world
+        return self._engine.group.world if self._keeps else self._engine.everyone.world
 
     @property
     def parts(self) -> Parts | None:

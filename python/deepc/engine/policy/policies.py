@@ -119,7 +119,7 @@ class Plain:
         """What the sum over ranks and micro-batches is divided by, beside the scales. A loss over sequences makes
         gradients for the mean over the ranks that share them (parallel/sequence/loss.py), of which a sum has one."""
         engine = self._engine
-        return engine.mesh.sp if engine._config.gradient_allreduce_op == "sum" else engine.world_size
+        return engine.mesh.sp if engine._config.gradient_allreduce_op == "sum" else engine.group.world
 
     @private.uncompiled_itself
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,7 +281,7 @@ class DeterministicLayout(Plain):
         order, hooks = self._order, self._engine.hooks
         if order.passed:
             return
-        if self._engine.world_size == 1 and not hooks.accumulated and not hooks.left_behind:
+        if self._engine.group.world == 1 and not hooks.accumulated and not hooks.left_behind:
             order.owed += 1  # a step without any backward is a mistake of the script
             return
         self._pay_passes()
@@ -319,7 +319,7 @@ class AutomaticPrecision(Plain):
             "on a GPU": engine.device.type != "cpu",
             "over several nodes": group.transport not in ("local", "node"),
             "with streamed parameters (DEEPC_STREAMED)": is_streamed(
-                config, Mesh(dp=engine.world_size), Machine.here(engine.device, group)
+                config, Mesh(dp=engine.group.world), Machine.here(engine.device, group)
             ),
             f"with {KEY}": config.deepc.deterministic is not None,
         }

@@ -137,7 +137,7 @@ class _Source:
         if self.engine is None:
             self.rank = _rank()  # 0 writes
         else:
-            self.rank = self.engine.everyone.rank if self.in_parts else self.engine.global_rank + self.engine.copy
+            self.rank = self.engine.everyone.rank if self.in_parts else self.engine.group.rank + self.engine.copy
         self._trained = {id(p) for p in self.engine.state.trained} if self.engine is not None else set()
         self._frozen = {id(p) for _, p in self.engine.state.frozen} if self.engine is not None else set()
 

@@ -176,7 +176,7 @@ class _Access:
             raise ArgumentError(f"this parameter of shape {tuple(p.shape)} is not trained by this engine")
         self.name = engine.state.names[self.index]
         self.mine = sorted(
-            (s for r, s in engine.state.owners(self.index) if r == engine.global_rank), key=lambda s: s.param_begin
+            (s for r, s in engine.state.owners(self.index) if r == engine.group.rank), key=lambda s: s.param_begin
         )
 
     # ---- pieces <-> tensors ------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class _Access:
         """The same of the shard that this rank has of the parameter, which is the whole where nothing is cut."""
         engine = self.engine
         out = torch.empty(self.param.numel(), dtype=torch.float32, device=engine.device)
-        alone = engine.plan.own_all or engine.world_size == 1
+        alone = engine.plan.own_all or engine.group.world == 1
         failure: DiskError | None = None
         for rank, s in engine.state.owners(self.index):
             part = out[s.param_begin : s.param_begin + s.length]
-            if rank == engine.global_rank:
+            if rank == engine.group.rank:
                 try:
                     pieces(s).copy_to(part)
                 except DiskError as exc:  # the others wait for the broadcast
@@ -407,7 +407,7 @@ class _Access:
         optimizer, engine = self.engine.optimizer, self.engine
         views = self._state_views(name)
         missing = any(s not in views for s in self.mine)
-        if not optimizer.core and engine.world_size > 1:
+        if not optimizer.core and engine.group.world > 1:
             missing = bool(engine.group.gather_all(torch.tensor([int(missing)], dtype=torch.int64, device="cpu")).any())
         elif optimizer.core:
             missing = name not in self.state_names()
@@ -522,7 +522,7 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
             given, cut = state_dict.get(name), engine.cuts.get(id(p))
             if cut is not None and isinstance(given, torch.Tensor) and tuple(given.shape) == cut.shape:
                 state_dict[name] = cut.take(given)
-    if engine.plan.mode != "resident" or engine.world_size == 1:
+    if engine.plan.mode != "resident" or engine.group.world == 1:
         with GatheredParameters(params, modifier_rank=0):
             engine.module.load_state_dict(state_dict, strict=strict)
         if engine.plan.stage < 3:
@@ -534,7 +534,7 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
     whole.begin()
     error: Exception | None = None
     try:
-        if engine.global_rank == 0:
+        if engine.group.rank == 0:
             engine.module.load_state_dict(state_dict, strict=strict)
         else:
             own = {n for n, _ in engine.module.named_buffers(remove_duplicate=False)}

@@ -309,7 +309,7 @@ class EMA:
         if self._values is not None:
             for flat, shard, n in plan.slices:
                 self._own_flat()[flat : flat + n].copy_(self._values[shard : shard + n])
-        if plan.stage > 0 and engine.world_size > 1:
+        if plan.stage > 0 and engine.group.world > 1:
             if plan.nodes > 1:
                 cast("NodesReducer", engine.reducer).publish(self._own_flat(), self._values, plan.stage == 3)
             elif plan.stage < 3:

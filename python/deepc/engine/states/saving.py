@@ -223,7 +223,7 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
 
 def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
-    mine = engine.global_rank == 0 and engine.copy == 0
+    mine = engine.group.rank == 0 and engine.copy == 0
     at, names = engine.mesh.coordinates(engine.everyone.rank), names_of(engine)
     first = at.tp == 0 and at.ep == 0  # of ranks that share a model: has what all have
     places = [Place.of(engine, p) if engine.answers_for(p) else None for p in st.trained]
