@@ -242,6 +242,19 @@ def test_tables_of_a_16_bit_model_on_the_meta_device_stay_fp32(tmp_path):
             assert all(torch.equal(t, kept[n]) and t.dtype == kept[n].dtype for n, t in again.state_dict().items())
 
 
+def _a_pipeline_is_not_served(rank, world):
+    from deepc.pipe import PipelineModule
+
+    model = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], num_stages=2)
+    engine, *_ = deepc.initialize(model=model, config={"train_batch_size": 1})
+    with pytest.raises(UnsupportedError, match="of a pipeline: each rank has the layers of its stages alone"):
+        deepc.inference(engine)
+
+
+def test_a_pipeline_is_not_served():
+    run_quietly(_a_pipeline_is_not_served, 2)
+
+
 def test_an_int8_embedding_refuses_what_an_embedding_refuses():
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5, bias=False))
     model[1].weight = model[0].weight

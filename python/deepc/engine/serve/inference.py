@@ -80,6 +80,12 @@ def inference(
                 "and device can't be given with it; for another "
                 "dtype deepc.export(engine, folder, dtype=...) and load that"
             )
+        if model.part is not None:
+            raise UnsupportedError(
+                "inference(engine) of a pipeline: each rank has the layers of its stages alone. Call engine.eval_batch"
+                " (return_logits=True gives what the last layer returns), or deepc.export(engine, folder) and"
+                " deepc.inference(model, checkpoint=folder)"
+            )
         return InferenceEngine(model.module, model.dtype, trainer=model)
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"inference needs a torch.nn.Module or a deepc Engine, got {type(model).__name__}")
