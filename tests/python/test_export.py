@@ -242,6 +242,33 @@ def test_tables_of_a_16_bit_model_on_the_meta_device_stay_fp32(tmp_path):
             assert all(torch.equal(t, kept[n]) and t.dtype == kept[n].dtype for n, t in again.state_dict().items())
 
 
+class Counting(nn.Linear):
+    seen, mean = 0, torch.zeros(2)
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "mean": self.mean}
+
+    def set_extra_state(self, state):
+        self.seen, self.mean = state["seen"], state["mean"]
+
+
+def test_extra_states_come_from_checkpoints(tmp_path, caplog):
+    model = nn.Sequential(nn.ReLU(), Counting(4, 4))
+    model[1].set_extra_state({"seen": 3, "mean": torch.tensor([1.0, 2.0])})
+    engine, *_ = deepc.initialize(model=model, config={"train_batch_size": 1})
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    assert "extra state" not in caplog.text
+    deepc.export(engine, tmp_path / "exported")
+    assert "export writes tensors alone, without the extra state of the modules: 1._extra_state" in caplog.text
+    engine.destroy()
+    for folder, seen in (("checkpoint", 3), ("exported", 0)):
+        caplog.clear()
+        served = deepc.inference(nn.Sequential(nn.ReLU(), Counting(4, 4)), checkpoint=tmp_path / folder).module[1]
+        assert served.seen == seen and torch.equal(served.weight, model[1].weight)
+        assert ("which keep theirs: ['1._extra_state']" in caplog.text) == (seen == 0)
+        assert served.mean.tolist() == ([1.0, 2.0] if seen else [0.0, 0.0])
+
+
 def _a_pipeline_is_not_served(rank, world):
     from deepc.pipe import PipelineModule
 

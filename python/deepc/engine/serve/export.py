@@ -13,6 +13,7 @@ file's worth on rank 0; where ranks share the model's tensors, stages or experts
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union, cast
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     Source = Union[EngineBase, EMA, torch.nn.Module, str, os.PathLike[str]]  # noqa: UP007
 
+logger = logging.getLogger("deepc")
 INDEX = "model.safetensors.index.json"
 _STORED = (*dtypes.TRAINED, dtypes.dtype("int8"))
 
@@ -67,6 +69,7 @@ def export(
     where ranks share the model: neither knows all layers. keep: patterns of parameter names that int8 leaves alone
     ("head.weight", "blocks.0.*")."""
     from ...checkpoint import write_model
+    from ..states.saving import extra_states
 
     wanted = dtype_of(dtype)
     if isinstance(source, (str, os.PathLike)):
@@ -83,6 +86,8 @@ def export(
             " to fp32, and that in one process: deepc.export(deepc.inference(model, checkpoint=folder), other,"
             ' dtype="int8")'
         )
+    if weights.rank == 0 and (left := [n for n, _ in extra_states(weights.module)]):
+        logger.warning("export writes tensors alone, without the extra state of the modules: %s", ", ".join(left))
     rows = weights.rows(wanted, keep)
     metadata = {**weights.ties(wanted, keep), "deepc.weights": name_of(wanted)}
     written: list[str] = []
@@ -273,8 +278,8 @@ def _write_config(module: torch.nn.Module, folder: str | os.PathLike[str], dtype
 
 # ---- in --------------------------------------------------------------------------------------------------------------
 class Weights:
-    """Stored weights by the module's names. `names`: what is stored; `ties`: further names; `info(name)`: (dtype,
-    shape); `tensor(name)`: the values."""
+    """Stored weights by the module's names. `names`: what is stored; `ties`: further names; `tensor(name)`: the values;
+    `take_extra(module, name)`: gives it its extra state, which checkpoints alone have; whether there is one."""
 
     def __init__(
         self,
@@ -283,8 +288,10 @@ class Weights:
         read: Callable[[str], torch.Tensor],
         ties: Mapping[str, str],
         close: Callable[[], None],
+        take_extra: Callable[[torch.nn.Module, str], bool] = lambda module, name: False,
     ) -> None:
         self.path, self.names, self.ties, self.close, self.tensor = path, names, ties, close, read
+        self.take_extra = take_extra
 
     def find(self, name: str) -> str | None:
         """The name that `name` is stored under, or None."""
@@ -358,7 +365,16 @@ def _open_checkpoint(path: str, tag: str | None, average: str | None) -> Weights
         reader.close()
         raise
     kinds_of = {n: (reader[full].dtype, reader[full].shape) for n, full in logical.items()}
-    return Weights(reader.path, kinds_of, lambda n: reader.tensor(logical[n]), {}, reader.close)
+    from ..states.loading import take_extra
+
+    return Weights(
+        reader.path,
+        kinds_of,
+        lambda n: reader.tensor(logical[n]),
+        {},
+        reader.close,
+        lambda module, name: take_extra(module, reader, name),
+    )
 
 
 def _open_files(path: str, files: set[str], folder: str, where: dict[str, str] | None, average: str | None) -> Weights:

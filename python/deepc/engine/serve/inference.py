@@ -181,6 +181,7 @@ class _Builder:
         home = self._share() if self.stage == 3 else None
         if self.weights is not None and not late:
             self._load_on_leaders(home) if home is not None else self._load()
+        self._load_extra()
         for of in {self.dtype, *(p.dtype for p in model.parameters())}:
             _choose_matmul(of, self.device)
         return InferenceEngine(model, self.dtype, home=home)
@@ -216,6 +217,7 @@ class _Builder:
         with torch.no_grad():
             for b in self.model.buffers() if self._cast_buffers else ():  # as in memory (_cast)
                 b.data = b.data.to(self.dtype) if b.is_floating_point() else b.data
+        self._load_extra()
         config = _config(zero, self.dtype, self.device)
         engine = initialize(
             Engine, watchers=(), model=self.model, config=config.raw, device=self.device, evaluates=True
@@ -333,6 +335,15 @@ class _Builder:
         for _, t, stored in self._found():
             if not buffers_only or not isinstance(t, torch.nn.Parameter):
                 t.data.copy_(weights.tensor(stored))
+
+    def _load_extra(self) -> None:
+        """What get_extra_state of the modules returned when the checkpoint was saved."""
+        from ..states.saving import extra_states
+
+        if self.weights is None:
+            return
+        if left := [n for n, m in extra_states(self.model) if not self.weights.take_extra(m, n)]:
+            logger.warning("%s has no extra state of the modules, which keep theirs: %s", self.weights.path, left)
 
     def _found(self) -> list[tuple[str, torch.Tensor, str]]:
         """(name, parameter or buffer, name that it is stored under) of what is stored, each tensor once."""

@@ -398,11 +398,17 @@ def _scalars(engine: EngineBase, reader: CheckpointReader) -> list[tuple[str, in
 
 def _load_extra(engine: EngineBase, reader: CheckpointReader) -> None:
     for own, module in extra_states(engine.module):
-        name = name_among_all(own, engine.module)
-        if (full := f"{EXTRA}/{name}") in reader.tensors:
-            tree = json.loads(bytes(reader.tensor(full).tolist()))
-            parts = sorted((int(k.split("/", 1)[0].rpartition(".")[2]), k) for k in reader.tensors if _part_of(k, name))
-            module.set_extra_state(decode_client_state(tree, [reader.tensor(k) for _, k in parts]))
+        take_extra(module, reader, name_among_all(own, engine.module))
+
+
+def take_extra(module: torch.nn.Module, reader: CheckpointReader, name: str) -> bool:
+    """Gives `module` the extra state that is stored as `name`. Whether there is one."""
+    if (full := f"{EXTRA}/{name}") not in reader.tensors:
+        return False
+    tree = json.loads(bytes(reader.tensor(full).tolist()))
+    parts = sorted((int(k.split("/", 1)[0].rpartition(".")[2]), k) for k in reader.tensors if _part_of(k, name))
+    module.set_extra_state(decode_client_state(tree, [reader.tensor(k) for _, k in parts]))
+    return True
 
 
 def _part_of(full: str, name: str) -> bool:
