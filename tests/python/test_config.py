@@ -734,7 +734,7 @@ def test_sources(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text("\ufeff" + text, encoding="utf-8")
     encoded = base64.urlsafe_b64encode(text.encode()).decode()
-    for source in (raw, text, "  \n" + text, str(file), file, encoded):
+    for source in (raw, text, "  \n" + text, "\ufeff// a comment\n# and\n" + text, str(file), file, encoded):
         cfg = Config.load(source, world_size=2)
         assert cfg.zero.stage == 2 and cfg.raw == raw
     assert Config.load(file, world_size=1).source == str(file)

@@ -27,7 +27,8 @@ def read(source: Any) -> tuple[dict[str, Any], str]:
     text = os.fspath(source)
     if not text.strip():
         raise ConfigError("the configuration is an empty text. Give the path of a JSON file, JSON text or a dict.")
-    if isinstance(source, str) and (text.lstrip()[0] == "{" or (text.lstrip()[0] == "[" and not Path(text).exists())):
+    first = _TOKEN.sub(_blank, text).lstrip("\ufeff").lstrip()[:1]  # behind comments
+    if isinstance(source, str) and (first == "{" or (first == "[" and not Path(text).exists())):
         return _parse(text, "the configuration text"), "the configuration text"
     try:
         content = Path(text).read_text(encoding="utf-8")
