@@ -121,6 +121,11 @@ def test_every_key_of_the_table_can_be_explained():
         )
 
 
+def test_keys_of_services_are_not_shown():
+    found = config_check.check({"train_batch_size": 1, "comet": {"enabled": True, "api_key": "secret"}})
+    assert found.ok and "comet.api_key" in str(found) and "secret" not in str(found) + json.dumps(found.to_dict())
+
+
 def test_command_line(tmp_path, capsys):
     good, bad, torn = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "torn.json"
     good.write_text(json.dumps(GOOD))

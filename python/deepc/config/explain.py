@@ -146,7 +146,8 @@ def _findings(loader: Loader) -> list[Finding]:
         if row.path in loader.auto:
             out.append(Finding(row.path, "auto", "auto", row.help, DIFFERS.get(row.path, "")))
         elif row.path in loader.values:
-            out.append(_finding(row, loader.values[row.path], why))
+            value = loader.values[row.path]
+            out.append(_finding(row, "(hidden)" if row.path == "comet.api_key" and value else value, why))
             if row.path == "optimizer.params":
                 out += _arguments(loader, why)
         elif row.kind == "gated" and isinstance(loader.raw.get(row.path), dict):
