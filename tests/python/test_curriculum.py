@@ -114,6 +114,25 @@ def test_what_is_wrong_is_told_when_the_configuration_is_read(change, text):
         Config.load({"train_batch_size": 1, "data_efficiency": sampling}, world_size=1)
 
 
+def test_a_first_step_without_positions_is_an_error():
+    """Rounding down to a multiple of difficulty_step, which is DeepSpeed's, may leave nothing of min_difficulty."""
+    short = {**LINEAR, "min_difficulty": 4, "schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8}}
+
+    def load(metric=None, **more):
+        if metric is None:
+            return Config.load({"train_batch_size": 1, "curriculum_learning": {**short, **more}}, world_size=1)
+        learning = {"enabled": True, "curriculum_metrics": {metric: short}}
+        sampling = {"enabled": True, "curriculum_learning": learning}
+        raw = {"train_batch_size": 1, "data_efficiency": {"enabled": True, "data_sampling": sampling}}
+        return Config.load(raw, world_size=1)
+
+    for wrong in ({}, {"metric": "seqlen_truncate"}):
+        with pytest.raises(ConfigError, match=r"first step would have 0 positions \(min_difficulty 4, .*step.: 8"):
+            load(**wrong)
+    assert load(curriculum_type="rarity").curriculum_learning.enabled and load("len").data_efficiency.enabled
+    assert load(min_difficulty=8).curriculum_learning.min_difficulty == 8
+
+
 # ---- batches ---------------------------------------------------------------------------------------------------------
 def test_truncation_cuts_sequences_and_nothing_else():
     ids, hidden, image = torch.arange(24).view(2, 12), torch.randn(2, 12, 12), torch.randn(2, 3)

@@ -411,16 +411,23 @@ class Loader:
 
     def _curriculum_rules(self) -> None:
 
-        def check(path: str, schedule: Any) -> None:
+        def check(path: str, schedule: Any, of_lengths: bool) -> None:
             try:
-                CurriculumScheduler(schedule)
+                made = CurriculumScheduler(schedule)
+                if of_lengths and made.kind != "custom" and (first := made.get_difficulty(1)) < 1:
+                    raise ConfigError(
+                        f"sequences of the first step would have {first} positions (min_difficulty"
+                        f" {schedule['min_difficulty']}, schedule_config {_show(schedule['schedule_config'])}); begin"
+                        " with difficulty_step or more"
+                    )
             except ConfigError as exc:
                 self.errors.append(f"{self.name}: {path}: {exc}")
 
         section = "curriculum_learning"
         names = ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
         if self.get(f"{section}.enabled"):
-            check(section, {n: self.get(f"{section}.{n}") for n in names})
+            schedule = {n: self.get(f"{section}.{n}") for n in names}
+            check(section, schedule, schedule["curriculum_type"] == "seqlen")
         else:
             for key in (*(f"{section}.{n}" for n in names), "deepc.curriculum"):
                 if self.values.get(key) is not None:
@@ -444,7 +451,7 @@ class Loader:
                     "asks for samples drawn by their difficulty, which deepc does not have yet. Set it to"
                     ' "single_cluster", and see to the difficulty in engine.set_data_post_process_func.',
                 )
-            check(f"{path}.{name}", metric)
+            check(f"{path}.{name}", metric, name == "seqlen_truncate")
 
     def _nvme_rules(self, path: str) -> None:
         """Optimizer states on disk."""
