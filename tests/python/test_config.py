@@ -585,6 +585,15 @@ def test_optimizers():
         ({"type": "OneBitAdam", "params": {"betas": 0.9, "freeze_step": "auto"}}, "two numbers in [0, 1), got 0.9"),
         ({"type": "Optimizer"}, "neither Adam"),
         ({"type": 3}, "a string"),
+        (
+            {"type": "SGD", "params": {"lr": "1e-3"}},
+            'optimizer.params.lr = "1e-3" must be a number, without quotes',
+        ),
+        ({"type": "Lion", "params": {"weight_decay": None}}, "optimizer.params.weight_decay = null must be a number"),
+        ({"type": "NAdam", "params": {"momentum_decay": [1]}}, "params.momentum_decay = [1] must be a number"),
+        ({"type": "SGD", "params": {"nesterov": "true"}}, 'nesterov = "true" must be true or false, without quotes'),
+        ({"type": "RMSprop", "params": {"lr": -1}}, "is not what RMSprop takes: Invalid learning rate: -1"),
+        ({"type": "SGD", "params": {"nesterov": True}}, "is not what SGD takes: nesterov needs a momentum"),
     ],
 )
 def test_wrong_optimizers(section, text):
