@@ -101,3 +101,19 @@ def test_a_model_that_is_made_anew_for_each_training(tmp_path):
             ("train_micro_batch_size_per_gpu", "= 2, and TrainingArguments say per_device_train_batch_size = 4"),
         ):
             assert re.search(text, told[key])
+
+
+def test_null_sections_and_checkpoints_of_others(tmp_path):
+    from types import SimpleNamespace
+
+    from deepc.errors import CheckpointError
+    from deepc.integrations.hf import EngineTrainerMixin
+
+    config = {"bf16": None, "fp16": None}
+    for key, asked in (("bf16", True), ("fp16", False)):
+        EngineTrainerMixin._fill_precision(config, key, asked)
+    assert config == {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    (tmp_path / "latest").write_text("global_step3")
+    trainer = SimpleNamespace(engine=SimpleNamespace(load_checkpoint=lambda folder: (folder, {})))
+    with pytest.raises(CheckpointError, match="not saved by an EngineTrainer"):
+        EngineTrainerMixin._load_optimizer_and_scheduler(trainer, str(tmp_path))

@@ -27,7 +27,7 @@ from transformers import Trainer
 import deepc
 
 from ..engine.engine import Engine
-from ..errors import ConfigError, UnsupportedError
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base  # what the mixin stands before
@@ -142,7 +142,7 @@ class EngineTrainerMixin(_Base):
 
     @staticmethod
     def _fill_precision(config: dict[str, Any], key: str, asked: bool) -> None:
-        section = config.get(key, {})
+        section = config.get(key) or {}
         if section.get("enabled", "auto") == "auto":
             if asked or key in config:
                 config[key] = {**section, "enabled": asked}
@@ -235,6 +235,11 @@ class EngineTrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and _has_states(checkpoint):
             _, client = self.engine.load_checkpoint(checkpoint)
+            if "lr_scheduler" not in client:
+                raise CheckpointError(
+                    f"{checkpoint} has no state of the schedule: it was not saved by an EngineTrainer. Resume it where"
+                    " it was saved (TrainingArguments(deepspeed=...), or the engine's own loop)"
+                )
             self._schedule().load_state_dict(client["lr_scheduler"])
 
     def _load_best_model(self) -> None:
