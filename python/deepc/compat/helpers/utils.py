@@ -338,7 +338,10 @@ def set_random_seed(seed: int) -> None:
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """torch's clip_grad_norm_ of `.grad`s. An engine clips by itself (gradient_clipping)."""
     if mpu is not None:
-        raise UnsupportedError("clip_grad_norm_(mpu=...): model parallelism does not exist in deepc yet")
+        raise UnsupportedError(
+            "clip_grad_norm_(mpu=...) does not exist in deepc; an engine clips by itself (gradient_clipping), over all"
+            " ranks that share the model"
+        )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
