@@ -402,6 +402,8 @@ def test_what_an_engine_says_of_offload_and_takes_in_backward(deepspeed):
     for wrong in (6.0, True, 0):
         with pytest.raises(ArgumentError, match="set_train_batch_size"):
             engine.set_train_batch_size(wrong)
+    engine.set_train_batch_size(torch.tensor([8]).numpy()[0])
+    assert type(engine.gradient_accumulation_steps()) is int
     offloaded = made(offload_optimizer={"device": "cpu"})
     assert offloaded.zero_offload_optimizer().device == "cpu" and offloaded.zero_use_cpu_optimizer()
 

@@ -208,9 +208,7 @@ def _shares_of_a_pipeline(rank, world, folder):
 
 
 def test_stages_are_no_replicas_and_one_rank_writes_the_model(tmp_path):
-    assert run_ranks(_shares_of_a_pipeline, 2, args=(str(tmp_path),)) == [
-        ((r, 2), [r], 1, 0, 1, r) for r in range(2)
-    ]
+    assert run_ranks(_shares_of_a_pipeline, 2, args=(str(tmp_path),)) == [((r, 2), [r], 1, 0, 1, r) for r in range(2)]
     assert [p.name for p in tmp_path.iterdir()] == ["0"]
     whole = torch.load(tmp_path / "0" / "pytorch_model.bin", weights_only=True)
     assert [tuple(t.shape) for t in whole.values()] == [(2, 2), (2,), (1, 2), (1,)]

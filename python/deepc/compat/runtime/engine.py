@@ -10,6 +10,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def _in_its_words(compare: Callable[[Any], None]) -> Callable[[Any], None]:
             ) from exc
 
     return compared
+
+
+def _whole(size: Any) -> int:
+    """A batch size, also numpy's; 0 if it is none."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else 0
 
 
 def _of_engine(engine: weakref.ref[Any], name: str) -> Callable[..., Any]:
@@ -399,20 +405,21 @@ class DeepSpeedEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of micro-batches of a step, from the next step on."""
-        per_pass = self.train_micro_batch_size_per_gpu() * self.mesh.dp
-        if type(train_batch_size) is not int or train_batch_size <= 0 or train_batch_size % per_pass:
+        per_pass, size = self.train_micro_batch_size_per_gpu() * self.mesh.dp, _whole(train_batch_size)
+        if size <= 0 or size % per_pass:
             raise ArgumentError(
-                f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch x ranks, {per_pass}"
+                f"set_train_batch_size({train_batch_size}): it must be an integer, a multiple of micro-batch x ranks,"
+                f" {per_pass}"
             )
-        self._set_batch(train_batch_size=train_batch_size, gradient_accumulation_steps=train_batch_size // per_pass)
+        self._set_batch(train_batch_size=size, gradient_accumulation_steps=size // per_pass)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro-batch, keeping the accumulation."""
-        if type(micro_batch_size) is not int or micro_batch_size <= 0:
+        if (size := _whole(micro_batch_size)) <= 0:
             raise ArgumentError(f"set_train_micro_batch_size({micro_batch_size}): it must be a positive integer")
         self._set_batch(
-            train_micro_batch_size_per_gpu=micro_batch_size,
-            train_batch_size=micro_batch_size * self.gradient_accumulation_steps() * self.mesh.dp,
+            train_micro_batch_size_per_gpu=size,
+            train_batch_size=size * self.gradient_accumulation_steps() * self.mesh.dp,
         )
 
     def _set_batch(self, **sizes: int) -> None:
