@@ -685,11 +685,7 @@ class Loader:
 
     def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
         """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""
-<<<<<<< HEAD
-        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE, WHOLE_STATES, WHY_WHOLE, wrong_argument
-=======
         from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE, WHOLE_STATES, WHY_WHOLE, why_refused
->>>>>>> 9478db2c (Arguments of configured optimizers are checked where the configuration is read: numbers in quotes, and what the class refuses)
 
         path = "optimizer.type"
         stage = self.get("zero_optimization.stage")
@@ -712,14 +708,9 @@ class Loader:
         before = len(self.errors)
         self._check_signature(cls, "optimizer.params", checked, auto=auto, skip=1)
         given = {k: v for k, v in params.items() if v != AUTO or k in own}
-<<<<<<< HEAD
-        if backend == "deepc" and (wrong := wrong_argument(kind, given)):
-            self.errors.append(f"{self.name}: optimizer.params: {wrong}")
-=======
         self._check_kinds(cls, {k: v for k, v in given.items() if k not in own})
         if len(self.errors) == before and (problem := why_refused(cls, given)) is not None:
             self.fail("optimizer.params", given, f"is not what {kind} takes: {problem}")
->>>>>>> 9478db2c (Arguments of configured optimizers are checked where the configuration is read: numbers in quotes, and what the class refuses)
         return OptimizerConfig(kind, given, backend, kind != "Adam")
 
     def _check_kinds(self, cls: type, given: dict[str, Any]) -> None:

@@ -85,23 +85,6 @@ def make_optimizer(
     return classes[kind](parameters, **params)
 
 
-<<<<<<< HEAD
-def wrong_argument(kind: str, params: Mapping[str, Any]) -> str:
-    """What the class `kind` of deepc.optim says of the values of its arguments, or "": tried with a parameter made for
-    that. Names that it has not, and what does not exist, are for others to tell."""
-    try:
-        inspect.signature(OURS[kind]).bind(None, **params)
-    except TypeError:
-        return ""
-    one = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
-    try:
-        OURS[kind]([one], **params)
-    except UnsupportedError:
-        return ""
-    except (TypeError, ValueError) as exc:
-        return str(exc)
-    return ""
-=======
 def why_refused(cls: type[torch.optim.Optimizer], params: Mapping[str, Any]) -> str | None:
     """What an optimizer's class says of these arguments, None if it takes them. Of what depends on the device, nothing:
     it is asked with a parameter on the CPU."""
@@ -113,7 +96,6 @@ def why_refused(cls: type[torch.optim.Optimizer], params: Mapping[str, Any]) -> 
     except Exception:
         return None
     return None
->>>>>>> 9478db2c (Arguments of configured optimizers are checked where the configuration is read: numbers in quotes, and what the class refuses)
 
 
 def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
