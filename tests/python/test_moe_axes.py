@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -392,6 +393,17 @@ def test_tensor_ranks_draw_the_same_experts_and_places():
     ranks = run_ranks(_drawn, 4)
     for (_, mine), (_, theirs) in (ranks[:2], ranks[2:]):
         assert mine.keys() == theirs.keys() and all(torch.equal(g, theirs[n]) for n, g in mine.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2, "ep": 2}, {"pp": 2, "sp": 2, "ep": 2}], ids=name_of)
+def test_run_json_counts_the_whole_model_and_all_ranks(sizes, tmp_path):
+    more, rules = {"deepc": {"run_dir": str(tmp_path)}}, RULES + CUT_EXPERTS
+    run_ranks(train, ranks_of(sizes), sizes, FEW_PLACES, 2, more, None, 0, 1, rules)
+    told = json.loads((tmp_path / "run.json").read_text())
+    whole = sum(p.numel() for p in whole_model(FEW_PLACES).parameters())
+    assert told["ranks"] == ranks_of(sizes)
+    assert told["model"]["parameters"] == told["model"]["trainable"] == whole
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ engine does with the section."""
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
+from deepc.observe.profile.flops import text
 from deepc.profile import FlopsProfiler, get_model_profile
 from deepc.profile import flops as flops_module
 from ranks import placed, run_ranks
@@ -279,6 +281,26 @@ def test_numbers_are_deepspeeds():
     )
     assert flops_module.macs_to_string(2e9) == "2 GMACs" and flops_module.flops_to_string(2e9) == "2 GFLOPS"
     assert flops_module.duration_to_string(0.0215) == "21.5 ms" and flops_module.bytes_to_string(2e3) == "2 KB"
+
+
+def test_a_step_has_the_samples_of_all_replicas_and_the_ranks_of_all_axes():
+    """2 pipeline stages of 3 replicas, each of 2 ranks that share sequences and 2 that share tensors."""
+    engine = SimpleNamespace(
+        everyone=SimpleNamespace(world=24),
+        mesh=SimpleNamespace(dp=3, tp=2),
+        gradient_accumulation_steps=lambda: 2,
+        train_micro_batch_size_per_gpu=lambda: 4,
+        train_batch_size=lambda: 24,
+        get_wall_clock_timers=lambda: {"fwd": 200.0, "bwd": 700.0, "step": 100.0},
+    )
+    model = nn.Linear(4, 4, bias=False)
+    profiler = FlopsProfiler(model, engine)
+    profiler.start_profile()
+    model(torch.ones(1, 4))
+    rows = {label.split(":")[0].split(" =")[0]: value for label, value in text._summary(profiler)}
+    profiler.end_profile()
+    assert (rows["world size"], rows["data parallel size"], rows["model parallel size"]) == (24, 3, 2)
+    assert rows["samples/second"] == 24.0 and (rows["params per GPU"], rows["params of model"]) == ("16", "32")
 
 
 def test_printed_profile(capsys, tmp_path):
