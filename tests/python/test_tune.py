@@ -178,6 +178,16 @@ def test_everything_is_everything(tmp_path, monkeypatch, capsys):
     assert trials({"tuner_type": "gridsearch", "tuner_num_trials": 7}) == 7
 
 
+def test_sections_that_are_null_and_a_given_fusion_are_where_it_starts():
+    base = {**BASE, "zero_optimization": None, "deepc": None, "pipeline": {"stages": 2}}
+    space = Space(base, 4, options_of({}), fuse=True)
+    made = space.first.apply(base)
+    assert made["zero_optimization"] == {"stage": 0}
+    assert made["deepc"] == {"fuse": False, "pipeline": {"schedule": "1f1b"}} and base["deepc"] is None
+    fused = {**BASE, "deepc": {"fuse": "auto"}}
+    assert Space(fused, 2, options_of({}), fuse=True).first.apply(fused)["deepc"] == {"fuse": "auto"}
+
+
 def test_the_command_refuses(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(json.dumps(BASE))

@@ -77,12 +77,20 @@ class Point:
         config: dict[str, Any] = json.loads(json.dumps(base))
         config["train_micro_batch_size_per_gpu"] = self.micro
         config["gradient_accumulation_steps"] = self.accumulation
-        config.setdefault("zero_optimization", {})["stage"] = self.stage
+        _section(config, "zero_optimization")["stage"] = self.stage
         if self.fuse is not None:
-            config.setdefault("deepc", {})["fuse"] = "auto" if self.fuse else False
+            _section(config, "deepc")["fuse"] = "auto" if self.fuse else False
         if self.schedule is not None:
-            config.setdefault("deepc", {}).setdefault("pipeline", {})["schedule"] = self.schedule
+            _section(_section(config, "deepc"), "pipeline")["schedule"] = self.schedule
         return config
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Of `config`, made where it is missing or null."""
+    if config.get(name) is None:
+        config[name] = {}
+    found: dict[str, Any] = config[name]
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,8 @@ class Space:
         zero = base.get("zero_optimization") or {}
         offloads = [x.device != "none" for x in (config.zero.offload_param, config.zero.offload_optimizer)]
         self.zero = [3] if offloads[0] else [1, 3] if offloads[1] else [0, 1, 3]  # stage 2 is stage 1 here (design.md)
-        self.fuses: list[bool | None] = [False, True] if fuse else [None]
+        given = bool((base.get("deepc") or {}).get("fuse"))  # first, as all of what is given
+        self.fuses: list[bool | None] = [given, not given] if fuse else [None]
         self.schedules: list[str | None] = list(_SCHEDULES) if self.stages > 1 else [None]
         own = (base.get("deepc") or {}).get("pipeline") or {}
         self.first = self.point(
