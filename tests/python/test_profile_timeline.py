@@ -170,6 +170,15 @@ def _of_files() -> int:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssFile:"))
 
 
+@pytest.mark.parametrize("name", ["trace.rank0.json", "trace.json"])
+def test_a_file_that_cannot_be_written_is_said_with_its_fix(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "full").write_text("")
+    with pytest.raises(DeepcError, match="can't be written.*set deepc.timeline.folder"), timeline(tmp_path):
+        pass
+    assert profile.recorder is None
+
+
 def test_memory_counts_what_is_allocated(tmp_path):
     with timeline(tmp_path, memory_ms=0) as recorder:
         gc.collect()

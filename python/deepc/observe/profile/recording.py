@@ -268,7 +268,10 @@ class Recorder:
         else:
             everyone = [found] if whole and self.world == 1 else None
         if everyone is not None and not failure:
-            merge(everyone, os.path.join(folder, "trace.json"))
+            try:
+                merge(everyone, os.path.join(folder, "trace.json"))
+            except OSError as exc:
+                failure = str(exc)
         if failure:
             raise DeepcError(
                 f"the timeline can't be written: {failure}; set deepc.timeline.folder (or the folder passed) to one"
