@@ -404,8 +404,10 @@ def test_of_very_many_events_the_last_are_listed_and_the_others_counted(tmp_path
 
 
 def test_counts_of_the_heap_are_no_bytes(tmp_path):
-    rows = [{"step": s, "memory": {"process": 5, "heap": {"live": 7, "refusals": 3}}} for s in (1, 2)]
-    found = d.memory(read(written(tmp_path, rows)))
+    rows = [{"step": s, "loss": 10**400, "memory": {"process": 5, "heap": {"live": 7, "refusals": 3}}} for s in (1, 2)]
+    run = read(written(tmp_path, rows))
+    found = d.memory(run)
+    assert d.curves(run) == {}  # an integer that is no number for a page
     assert [r["name"] for r in found["rows"] if r["count"]] == ["heap.refusals"] and len(found["rows"]) == 3
 
 
@@ -451,6 +453,8 @@ def test_command_line(tmp_path, capsys):
     assert [r["name"] for r in data_of(tmp_path / "both.html")["runs"]] == ["x/a", "y/a"]
     assert main(["report", str(a), "-o", str(tmp_path / "no" / "where.html")]) == 1
     assert main(["report", str(tmp_path / "nothing")]) == 2
+    odd = report_runs.whole(tmp_path / "run\udcff", steps=2)  # a name that is no text
+    assert main(["report", str(odd)]) == 0 and b"run? " in (odd / "report.html").read_bytes()
     out = capsys.readouterr()
     assert "both.html" in out.out and "Give another file with -o" in out.err and "there is no run folder" in out.err
     assert not list(a.glob(".*tmp"))

@@ -40,7 +40,7 @@ def write_report(
     text = page([digest(r) for r in found], version=C.dc_version().decode(), theme=theme)
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be no text
         os.replace(part, target)
     except OSError as exc:
         raise DeepcError(f"can't write {target}: {exc.strerror}. Give another file with -o.") from exc
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     except DeepcError as exc:
         print(f"deepc report: {exc}", file=sys.stderr)
         return 1
-    print(f"{path} ({path.stat().st_size / 2**20:.2f} MiB)")
+    print(f"{os.fsencode(path).decode(errors='replace')} ({path.stat().st_size / 2**20:.2f} MiB)")
     if args.open:
         import webbrowser
 

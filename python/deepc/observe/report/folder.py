@@ -54,7 +54,10 @@ def number(value: Any) -> float | None:
     """A finite number, or None (also for "nan", "inf" and "-inf", which stand for numbers in metrics.jsonl)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that is none
+        return None
 
 
 def is_not_finite(value: Any) -> bool:

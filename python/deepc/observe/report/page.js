@@ -772,7 +772,7 @@
   function memory(host) {
     const m = run().memory, t = run().timeline;
     if (!m && !(t && t.counters.length)) { host.append(empty("memory")); return; }
-    const e = m && m.predicted && m.predicted.rows ? m.predicted : null;
+    const e = m && m.predicted && Array.isArray(m.predicted.rows) ? m.predicted : null;
     const grid = el("div", { class: "grid" });
     host.append(grid);
     if (e) {
