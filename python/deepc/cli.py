@@ -328,6 +328,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 2
     except BrokenPipeError:  # the reader (head, less) has seen enough; a check is not passed by that
         code = 0 if command.only_shows(args) else 128 + signal.SIGPIPE
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError) as exc:
+        if exc.filename is None:  # of no file that was named
+            raise
+        speak.tell(f"deepc {args.command}: error: {exc.filename}: {exc.strerror}")
+        code = 2
     except KeyboardInterrupt:
         speak.tell(f"deepc {args.command}: interrupted")
         code = 130

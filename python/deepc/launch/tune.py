@@ -395,6 +395,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.num_ranks or _default_ranks()
     if ranks < 1 or (args.trials is not None and args.trials < 1) or args.limit <= 0:
         raise ArgumentError("tune: --num_ranks, --trials and --limit must be above 0")
+    if args.output and not Path(args.output).parent.is_dir():  # said before anything is tried
+        raise ArgumentError(f"tune: --output {args.output}: there is no folder {str(Path(args.output).parent)!r}")
     same = [os.path.abspath(word) == os.path.abspath(args.config) for word in args.args]
     if not any(same):
         raise ArgumentError(

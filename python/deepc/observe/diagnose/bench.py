@@ -443,6 +443,11 @@ def _describe(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise ArgumentError(f"--ranks {args.ranks} must be at least 1")
+    if not 0 < args.seconds <= 3600:
+        raise ArgumentError(f"seconds {args.seconds} must be a positive number of at most 3600")
+    output = args.output or "cluster.yaml"
+    if not (output == "-" or Path(output).parent.is_dir()):  # said before it is measured
+        raise ArgumentError(f"--output {output}: there is no folder {str(Path(output).parent)!r}")
     folder = args.folder or os.getcwd()
     try:
         found = disk(args.seconds / 10, folder)
@@ -451,9 +456,7 @@ def _describe(args: argparse.Namespace) -> int:
     except (DeepcError, OSError):
         tier = {"rate": 0.0, "free": 0.0}
     threads = args.threads or max(1, len(os.sched_getaffinity(0)) // args.ranks)
-    calibrate.write(
-        calibrate.measure(args.ranks, threads, args.seconds, machine(), tier), args.output or "cluster.yaml"
-    )
+    calibrate.write(calibrate.measure(args.ranks, threads, args.seconds, machine(), tier), output)
     return 0
 
 
