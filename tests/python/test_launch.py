@@ -531,6 +531,17 @@ def test_frames_of_a_script_whose_name_looks_like_runpys_are_shown():
     assert rank_file.own_frames_cut(found.value) is found.value.__traceback__
 
 
+def test_an_exception_without_a_text_is_handed_over(tmp_path, monkeypatch):
+    class Wordless(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    rank_file.record(Wordless())
+    told = json.loads((tmp_path / "0" / "error.json").read_text())["message"]
+    assert told["extraInfo"]["type"] == "Wordless" and "Wordless: <exception str() failed>" in told["message"]
+
+
 def test_command_line_errors_are_one_line(tmp_path):
     done = run_python("-m", "deepc", "run", "--num_nodes", "3", "x.py", cwd=tmp_path, timeout=TIMEOUT)
     assert done.returncode == 2 and done.stderr.startswith("deepc run: error:") and "Traceback" not in done.stderr

@@ -81,10 +81,11 @@ def take_cores() -> None:
 def record(exc: BaseException) -> None:
     """Hands how this rank ended to the launcher: the format of torch elastic's ErrorHandler, with the exception's type
     added."""
-    text = "".join(traceback.format_exception(exc))
-    write_record(described(f"{type(exc).__name__}: {exc}", text, type(exc).__name__))
+    lines = traceback.format_exception(exc)  # of any exception, also one whose text can't be had
+    data = described(lines[-1].strip(), "".join(lines), type(exc).__name__)
+    write_record(data)
     if REPORT_TO:
-        send_record(described(f"{type(exc).__name__}: {exc}", text, type(exc).__name__))
+        send_record(data)
 
 
 def record_exit(code: int) -> None:
