@@ -102,6 +102,15 @@ def test_output_loss_and_gradients_are_those_of_a_loop_over_tokens(k):
     assert same(layer(**plain, drop_tokens=False), x) == 0
 
 
+def test_no_token_at_all_has_no_loss():
+    for k in (1, 2, 3):
+        moe = layer(k=k)
+        out, l_aux, counts = moe(torch.zeros(0, HIDDEN))
+        (out.sum() + l_aux).backward()
+        assert (out.shape, l_aux.item(), counts.tolist()) == ((0, HIDDEN), 0.0, [0] * EXPERTS)
+        assert all(p.grad is not None and not p.grad.any() for p in moe.parameters())
+
+
 def test_noise_of_the_gate_and_places_by_lot():
     """Draws have the probabilities that they should; evaluation draws nothing."""
     n, logits = 40000, torch.tensor([1.0, 0.0, 2.0, -1.0])
@@ -340,6 +349,60 @@ def counted(rank, world, ep, folder, load):
     found = {f"{n} of {i + rank % ep * own}": t.item() for i, e in enumerate(experts) for n, t in e.named_buffers()}
     engine.destroy()
     return found
+
+
+class Numbered(nn.Linear):
+    """Has a state that is no tensor."""
+
+    number = -1
+
+    def get_extra_state(self):
+        return {"number": self.number}
+
+    def set_extra_state(self, state):
+        self.number = state["number"]
+
+
+class Words(nn.Module):
+    def __init__(self, ep):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, HIDDEN, sparse=True)
+        self.moe = MoE(HIDDEN, Numbered(HIDDEN, HIDDEN), EXPERTS, ep_size=ep, use_rts=False, drop_tokens=False)
+
+    def forward(self, ids):
+        return self.moe(self.words(ids))[0].square().mean()
+
+
+def _sparse_gradients(rank, world):
+    """(the words' weights after a step, {name: further state of an expert}), in the end as loaded."""
+    import deepc
+
+    model = Words(world)
+    experts = model.moe.deepspeed_moe.experts.deepspeed_experts
+    for i, e in enumerate(experts):
+        e.number = 10 + rank * len(experts) + i
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    engine = deepc.initialize(model=model, config=config)[0]
+    ids = torch.tensor([[1, 2, 3], [3, 4, 5]]).chunk(world)[rank]
+    engine.backward(engine(ids))
+    engine.step()
+    words, whole = model.words.weight.detach().clone(), engine.module_state_dict()
+    for e in experts:
+        e.number = -1
+    engine.load_module_state_dict(whole)
+    numbers = [e.number for e in experts]
+    engine.destroy()
+    return words, {n: s for n, s in whole.items() if n.endswith("extra_state")}, numbers
+
+
+def test_sparse_gradients_and_further_states_beside_spread_experts():
+    ((words, states, _),) = run_ranks(_sparse_gradients, 1)
+    first, second = run_ranks(_sparse_gradients, 2)
+    for found in (first, second):
+        torch.testing.assert_close(found[0], words)
+        assert found[1] == states and len(states) == EXPERTS
+    assert (first[2], second[2]) == ([10, 11], [12, 13])
 
 
 class Blocks(nn.Module):

@@ -82,7 +82,7 @@ def route(
         slots = slots.view(k, tokens) if first else slots.view(tokens, k).t().contiguous()
         picked = choices if k > 2 else choices[:1]  # the loss of top-2 looks at first choices (GShard, section 2.2)
         share = _counts(picked.reshape(-1), experts)[:experts].to(gates.dtype) / max(tokens, 1)
-    balance = (gates.mean(0) * share).sum() * (experts / len(picked))
+    balance = (gates.sum(0) / max(tokens, 1) * share).sum() * (experts / len(picked))
     weights = gates.gather(1, choices.t().clamp(max=experts - 1)).t() * (slots < n)
     if k > 1:
         weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)

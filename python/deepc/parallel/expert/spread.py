@@ -114,12 +114,17 @@ def gather_experts(state_dict: dict[str, torch.Tensor], model: torch.nn.Module) 
     """A state_dict of this rank -> that of the whole model (or stage), all experts in it. Collective."""
     whole = {}
     for name, t in state_dict.items():
-        if not isinstance(t, torch.Tensor) or (found := _numbered(name, model)) is None:
+        if (found := _numbered(name, model)) is None:
             whole[name] = t
             continue
         before, number, rest, group, own = found
-        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(group.size)]
-        dist.all_gather(parts, t.detach().contiguous(), group=group.process_group)
+        parts: list[Any]
+        if isinstance(t, torch.Tensor):
+            parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(group.size)]
+            dist.all_gather(parts, t.detach().contiguous(), group=group.process_group)
+        else:  # a module's further state (get_extra_state)
+            parts = [None] * group.size
+            dist.all_gather_object(parts, t, group=group.process_group)
         whole.update({f"{before}{number + r * own}{rest}": part for r, part in enumerate(parts)})
     return whole
 
@@ -159,6 +164,8 @@ class SharedGradients:
     def of(self, gradient: torch.Tensor, p: int) -> torch.Tensor:
         """Of the parameter with id `p`, in new memory, or `gradient` itself. Collective: all ranks of the group come
         with the same parameters in the same order."""
+        if gradient.layout == torch.sparse_coo:  # of an embedding; a hook gives back what it got
+            return self.of(gradient.to_dense(), p).to_sparse(gradient.sparse_dim())
         if p in self._spread:
             return gradient / self.group.size if self._means else gradient
         total = self.group.sum_of(gradient)
