@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import types
 
 import pytest
 import torch
@@ -57,6 +59,28 @@ def test_attention_is_that_of_whole_sequences(world):
         torch.testing.assert_close(torch.cat([r[i][0] for r in ranks]), want.detach(), rtol=1e-12, atol=1e-12)
         for t, *parts in zip(whole, *(r[i][1] for r in ranks)):
             torch.testing.assert_close(torch.cat(parts), t.grad, rtol=1e-11, atol=1e-12)
+
+
+def _others(rank, world):
+    """Keys and values of another sequence, and in another dtype than the queries."""
+    from deepc.parallel.sequence import DistributedAttention, sequence_group
+
+    def local(q, k, v):
+        q, k, v = (t.double().permute(1, 2, 0, 3) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+
+    q, k, v = _qkv(4, 4)
+    given = [q.bfloat16(), k[:6].bfloat16(), v[:6].float()]
+    mine = [t.chunk(world)[rank].clone().requires_grad_() for t in given]
+    made = DistributedAttention(local, sequence_group(world))(*mine)
+    made.pow(2).sum().backward()
+    want = local(*given).chunk(world)[rank]
+    torch.testing.assert_close(made.detach(), want, rtol=1e-12, atol=1e-12)
+    assert all(t.grad.dtype == t.dtype and t.grad.any() for t in mine)
+
+
+def test_keys_of_another_sequence_and_values_of_another_dtype():
+    run_ranks(_others, 2)
 
 
 def _calls(rank, world):
@@ -188,8 +212,9 @@ def test_a_loss_without_labels_on_any_rank_is_nan():
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 def _refusals(rank, world):
-    from deepc.errors import ArgumentError, UnsupportedError
-    from deepc.parallel.sequence import DistributedAttention, sequence_group, shard, share
+    from deepc.errors import ArgumentError, MisuseError, UnsupportedError
+    from deepc.parallel.sequence import DistributedAttention, Shards, sequence_group, shard, share
+    from deepc.parallel.sequence.models import _check
 
     with pytest.raises(ArgumentError, match="2 ranks can't be shared out in groups of 3"):
         sequence_group(3)
@@ -226,6 +251,21 @@ def _refusals(rank, world):
     )
     padding = {**padded, "position_ids": torch.tensor([[0, 1, 2, 1]])}  # as of transformers' generation
     assert torch.equal(shard(padding, group, causal=True)["position_ids"], padding["position_ids"].chunk(2, 1)[rank])
+    loader = Shards([{"input_ids": ids}], group)
+    assert len(copy.copy(loader)) == 1 and copy.copy(loader).group is group
+
+    class Takes(torch.nn.Module):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None):
+            return None
+
+    takes = Takes()
+    takes.register_forward_pre_hook(_check, with_kwargs=True)
+    assert takes(ids, None, positions) is None
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        takes(ids, torch.ones(1, 4), position_ids=positions)
+    takes.config = types.SimpleNamespace(_attn_implementation="deepc_ulysses_0", get_text_config=lambda: None)
+    with pytest.raises(MisuseError, match="share\\(\\)d already"):
+        share(takes, group)
     if importlib.util.find_spec("transformers"):
         model = share(_model("llama"), group)
         part = shard({"input_ids": ids, "labels": ids}, group)

@@ -17,7 +17,7 @@ class DistributedAttention(torch.nn.Module):
     """local_attention(query, key, value, *args, **kwargs) of all positions and some of the heads, on each rank of
     `sequence_process_group`: heads are exchanged for positions before it, and back after it (DeepSpeed-Ulysses,
     arXiv:2309.14509). scatter_idx: the dimension of heads; gather_idx: of positions, of which every rank of the group
-    has as many. Names and order are deepspeed.sequence.layer's; its streams (sp_stream) are without effect.
+    has as many (of keys and values another number, if they are another sequence's). Names and order are deepspeed.sequence.layer's; its streams (sp_stream) are without effect.
 
     Heads need not be divisible by the ranks: the first ranks then take one more. Where keys and values have fewer heads
     (grouped queries), each rank gets those that its queries want, repeated where two ranks want the same; the
@@ -73,7 +73,9 @@ def attend(
     heads, positions = heads % query.dim(), positions % query.dim()
     key, value = (repeated(t, heads, query.shape[heads], ranks) for t in qkv[1:])
     n, length = query.shape[heads], (query.shape[positions],) * ranks
-    ways = [Way(heads, positions, shares(t.shape[heads], ranks), length) for t in (query, key, value)]
+    ways = [  # keys and values of another sequence have their own number of positions
+        Way(heads, positions, shares(t.shape[heads], ranks), (t.shape[positions],) * ranks) for t in (query, key, value)
+    ]
     out = local(*exchange((query, key, value), ways, group))
     out_heads = heads if out_heads is None else out_heads
     out_positions = positions if out_positions is None else out_positions

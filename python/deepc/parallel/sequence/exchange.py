@@ -3,6 +3,7 @@ the heads, and back. Each rank sends (ranks - 1) / ranks of its tensors once, ho
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,7 +46,7 @@ class Way(NamedTuple):
 def exchange(tensors: Sequence[torch.Tensor], ways: Sequence[Way], group: Any) -> tuple[torch.Tensor, ...]:
     """Each tensor [..., gather: got[me], ..., scatter: sum(given), ...] comes out as [..., gather: sum(got), ...,
     scatter: given[me], ...], in one call of all-to-all for all of them; differentiable. Collective over the group;
-    tensors of one dtype and device."""
+    tensors of one device; those of different dtypes travel in one that holds all of them."""
     if dist.get_world_size(group) == 1:
         return tuple(tensors)
     return _Exchange.apply(group, tuple(ways), *tensors)  # type: ignore[no-any-return,no-untyped-call]
@@ -76,7 +77,8 @@ def _exchanged(tensors: Sequence[torch.Tensor], ways: Sequence[Way], group: Any)
     pairs = list(zip(tensors, ways))
     out_counts = [sum(math.prod(sent(t, way, r)) for t, way in pairs) for r in range(ranks)]
     in_counts = [sum(math.prod(received(t, way, r)) for t, way in pairs) for r in range(ranks)]
-    out = tensors[0].new_empty(sum(out_counts))
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    out = tensors[0].new_empty(sum(out_counts), dtype=dtype)
     at = 0
     for r in range(ranks):
         for t, way in pairs:
@@ -84,7 +86,7 @@ def _exchanged(tensors: Sequence[torch.Tensor], ways: Sequence[Way], group: Any)
             begin, n = sum(way.given[:r]), math.prod(sizes)
             out[at : at + n].view(sizes).copy_(t.narrow(way.scatter, begin, way.given[r]))
             at += n
-    got = tensors[0].new_empty(sum(in_counts))
+    got = out.new_empty(sum(in_counts))
     dist.all_to_all_single(got, out, in_counts, out_counts, group=group)
     whole = [t.new_empty([sum(way.got) if d == way.gather else n for d, n in enumerate(received(t, way, 0))])
              for t, way in pairs]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, MisuseError, UnsupportedError
 from .attention import attend
 from .loss import cross_entropy
 
+_PREFIX = "deepc_ulysses_"  # of the names of attentions here
 _names = itertools.count()
 
 
@@ -30,8 +32,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     """A model of transformers (such as Llama, Mistral, Qwen2, GPT-2) so changed that each rank of `group` gives it its
     own positions (shard()): attention sees all of them, by the model's attention implementation so far ("sdpa",
     "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens. Returns the model;
-    to be called once. ArgumentError for "eager", which wants a mask of all pairs, a model without a choice of
-    implementations, and fewer heads than ranks; UnsupportedError for sliding windows."""
+    to be called once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
+    model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows."""
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     ranks = dist.get_world_size(group)
@@ -41,6 +43,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
             " give its attention to deepc.parallel.sequence.DistributedAttention"
         )
     text = config.get_text_config()
+    if str(implementation).startswith(_PREFIX):
+        raise MisuseError(f"sequence parallelism: {type(model).__name__} is share()d already; it is called once")
     if implementation == "eager":
         raise ArgumentError(
             'sequence parallelism: attn_implementation="eager" wants a mask of all pairs of positions; use "sdpa"'
@@ -71,7 +75,7 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     def loss(logits: torch.Tensor, labels: Any, *_: Any, shift_labels: Any, **kwargs: Any) -> torch.Tensor:
         return cross_entropy(logits, shift_labels, group, ignore_index=kwargs.get("ignore_index", -100))
 
-    name = f"deepc_ulysses_{next(_names)}"
+    name = f"{_PREFIX}{next(_names)}"
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     for part in {id(c): c for c in (config, text)}.values():
         part._attn_implementation = name
@@ -82,6 +86,7 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
 
 def _check(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """That what would be silently wrong on a part of the positions is not asked for."""
+    kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs}
     if kwargs.get("attention_mask") is not None:
         raise UnsupportedError(
             "sequence parallelism: an attention_mask of this rank's positions says nothing of the others';"

@@ -155,4 +155,6 @@ class Shards:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while a copy of it is made, which has none yet
+            raise AttributeError(name)
         return getattr(self.loader, name)
