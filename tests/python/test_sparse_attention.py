@@ -208,6 +208,7 @@ def test_dropouts_mask_is_the_seeds_alone():
     whole = torch.ones(1, 8, 16)
     assert torch.equal(_mask_of(0.3, -5, layout=whole, block=16), one)
     assert torch.equal(_mask_of(0.3, torch.tensor(-5)) != 0, one != 0)
+    assert torch.equal(_mask_of(0.3, 2**64 - 5), one)  # the same 64 bits
     # of another rank that has head 1 of entry 0 as its first
     assert torch.equal((_mask_of(0.3, -5, first=(0, 1))[:, 0] != 0), one[:, 1] != 0)
     # as many are dropped as asked for, each key's and each query's independently of its neighbours': 5 deviations
@@ -335,6 +336,31 @@ def test_layouts():
     local = sparse.LocalSlidingWindowSparsityConfig(1, num_sliding_window_blocks=5).make_layout(96)[0]
     assert local[4].tolist() == [0, 0, 1, 1, 1, 0]
     assert sparse.DenseSparsityConfig(3).make_layout(32).all()
+    for wrong in ({"global_block_indices": [-1]}, {"global_block_indices": 0}, {"global_block_end_indices": [1.5]}):
+        with pytest.raises(ArgumentError, match="must be a list of integers of at least 0"):
+            sparse.BSLongformerSparsityConfig(1, **wrong)
+
+
+def test_attention_of_models_without_a_model():
+    """Position ids of one row for all, and heads of which other ranks have the others."""
+    from deepc.nn.attention.hub import attention_forward
+
+    def module(**section):
+        made = torch.nn.Module()
+        made.config, made.is_causal = torch.nn.Module(), False
+        made.config.num_attention_heads, made.config.sparse_attention = 4, section
+        return made
+
+    dense, q = module(mode="dense"), torch.randn(2, 4, 32, 8)
+    positions = torch.cat([torch.arange(20), torch.arange(12)])[None]
+    packed = attention_forward(dense, q, q, q, None, position_ids=positions)[0]
+    assert torch.equal(packed, attention_forward(dense, q, q, q, None, position_ids=positions.expand(2, 32))[0])
+    alone = attention_forward(dense, *[q[:, :, :20]] * 3, None)[0]
+    torch.testing.assert_close(packed[:, :20], alone)
+    each = module(mode="fixed", num_local_blocks=2, different_layout_per_head=True, num_different_global_patterns=2)
+    assert attention_forward(each, q, q, q, None)[0].shape == (2, 32, 4, 8)
+    with pytest.raises(UnsupportedError, match="2 of the 4 heads are here"):
+        attention_forward(each, *[q[:, :2]] * 3, None)
 
 
 def test_choosing_blocks_by_the_data():

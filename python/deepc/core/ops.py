@@ -696,7 +696,7 @@ def _seed(seed: int | torch.Tensor | None, dropout: float, like: torch.Tensor) -
         return torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
     if isinstance(seed, torch.Tensor):
         return seed.reshape(1).to("cpu", torch.int64)
-    return torch.tensor([seed], device="cpu")
+    return torch.tensor([(seed + 2**63) % 2**64 - 2**63], device="cpu")  # torch has no unsigned scalars of 64 bits
 
 
 def _bias(bias: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,11 @@ def _layouts(module: torch.nn.Module, heads: int) -> _Layouts:
             f"attn_implementation={NAME!r} needs a layout: set model.config.{SECTION} = "
             '{"mode": "fixed", "block": 64, ...}, or the same in the configuration of deepc.initialize'
         )
+    if section.get("different_layout_per_head") and (all_heads := _heads_of(config)) not in (None, heads):
+        raise UnsupportedError(
+            f"{NAME!r}: {heads} of the {all_heads} heads are here (other ranks have the others), and each has a layout of"
+            " its own by its number among all; leave different_layout_per_head out"
+        )
     found = _known.get(id(config))
     if found and found[0]() is config and found[1] == heads and found[2].section == section:
         return found[2]
@@ -93,14 +98,15 @@ def _of_section(section: Mapping[str, Any], heads: int) -> _Layouts:
     return _Layouts(dict(section), from_config(section, heads if section.get("different_layout_per_head") else 1))
 
 
-def _groups(mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, keys: int) -> Any:
-    """Of a padding mask [batch, keys] (padding sees padding), or of position ids that begin again (packed rows)."""
+def _groups(mask: torch.Tensor | None, positions: torch.Tensor | None, batch: int, rows: int, keys: int) -> Any:
+    """Of a padding mask [batch, keys] (padding sees padding), or of position ids [1 or batch, rows] that begin again
+    (packed rows)."""
     if mask is not None:
         seen = mask[:, -keys:].int()
         return seen[:, keys - rows :], seen
     if positions is None or rows != keys or positions.dim() != 2 or not bool((positions[:, 1:] == 0).any()):
         return None
-    group = (positions == 0).cumsum(1).int()
+    group = (positions == 0).cumsum(1).int().expand(batch, rows)
     return group, group
 
 
@@ -155,7 +161,7 @@ def attention_forward(
             f"sliding_window = {window} of {type(module).__name__}, which is not causal: windows to both sides are "
             "mode 'local'; set the model's to None"
         )
-    groups = _groups(attention_mask, kwargs.get("position_ids"), rows, keys)
+    groups = _groups(attention_mask, kwargs.get("position_ids"), batch, rows, keys)
     layout = layouts.of(keys)
     past = keys - rows
     if window and past and _dropped(kwargs.get("position_ids"), keys) and not bool(layout.all()):
@@ -187,6 +193,10 @@ def attention_forward(
     return out[:, :, ahead:].transpose(1, 2).contiguous(), None
 
 
+def _heads_of(config: Any) -> Any:
+    return next((n for k in ("num_attention_heads", "n_head", "num_heads") if (n := getattr(config, k, None))), None)
+
+
 def register() -> None:
     """Makes the name known to transformers. Calling it again changes nothing."""
     from transformers import AttentionInterface
@@ -205,7 +215,7 @@ def use_layout(model: torch.nn.Module, section: Mapping[str, Any] | SparsityConf
     UnsupportedError for a model that is not transformers' or whose attention can't be chosen."""
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
-    heads = next((n for k in ("num_attention_heads", "n_head", "num_heads") if (n := getattr(config, k, None))), None)
+    heads = _heads_of(config)
     if config is None or choose is None or not isinstance(heads, int):
         raise UnsupportedError(
             f"{type(model).__name__} is no model of transformers whose attention can be chosen; put "

@@ -151,6 +151,10 @@ class _Globals(SparsityConfig):
     global_block_end_indices: Sequence[int] | None
 
     def _take_globals(self, begin: Sequence[int], end: Sequence[int] | None) -> None:
+        for name, given in (("global_block_indices", begin), ("global_block_end_indices", end)):
+            one = given is not None and (isinstance(given, str) or not isinstance(given, Sequence))
+            if one or any(type(index) is not int or index < 0 for index in given or ()):
+                raise ArgumentError(f"{name} = {given!r}; it must be a list of integers of at least 0")
         if end is not None and (len(begin) != len(end) or any(b >= e for b, e in zip(begin, end))):
             raise ArgumentError(
                 f"global_block_indices = {list(begin)} and global_block_end_indices = {list(end)}: there must be as "
