@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from plainly import batch_loss, first_gradients, in_stages
@@ -537,7 +539,6 @@ def test_a_forward_that_raises_inside_of_a_region_leaves_equal_random_numbers():
 @pytest.mark.parametrize("how", ["evaluates", "raises"])
 def test_what_a_recomputation_left_inside_of_a_region_is_not_gone_back_to(how):
     """torch.utils.checkpoint ends one early, and restores the generator itself."""
-    from types import SimpleNamespace
     from typing import Any
 
     from deepc.parallel.tensor.random import Inside
@@ -651,6 +652,11 @@ def _refused_modules(rank, world):
             tensor.cut_model(torch.nn.Linear(4, 4), group, {"partition_config": {"layer_specs": [spec]}})
     with pytest.raises(deepc.errors.ConfigError, match=r"tp_size=2\), and its .*autotp_size = 4"):
         deepc.tp_model_init(torch.nn.Linear(4, 4), 2, config={"tensor_parallel": {"autotp_size": 4}})
+    sizes = {"get_model_parallel_world_size": lambda: world, "get_data_parallel_world_size": lambda: 1}
+    for lacks, there in (("data_parallel_world_size", 1), ("model_parallel_rank", 2)):
+        mpu = SimpleNamespace(**dict(list(sizes.items())[:there]))
+        with pytest.raises(deepc.errors.ArgumentError, match=f"SimpleNamespace lacks get_{lacks}"):
+            deepc.initialize(model=torch.nn.Linear(4, 4), mpu=mpu, config={"train_micro_batch_size_per_gpu": 1})
     cut = tensor.Cut.even((4, 2), 0, world, rank)
     with pytest.raises(deepc.errors.ArgumentError, match="reduction='avg'"):
         tensor.cross_entropy(torch.zeros(1, 2), torch.tensor([1]), cut, group, reduction="avg")

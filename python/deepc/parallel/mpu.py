@@ -41,24 +41,28 @@ def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> tuple[Any, boo
     source, sequence = _with_sequences(source, mpu)
     if sequence > 1 and _ask(mpu, ("data",), "world_size") is None:
         return source, False  # DeepSpeed's parallel_state_sp: of sequences alone, under the names of models
-    size = _ask(mpu, _TENSOR, "world_size")
-    if size is None or _ask(mpu, ("data",), "world_size") is None:
+    size, rank = _ask(mpu, _TENSOR, "world_size"), _ask(mpu, _TENSOR, "rank")
+    asked = {
+        "model_parallel_world_size": size,
+        "data_parallel_world_size": _ask(mpu, ("data",), "world_size"),
+        "model_parallel_rank": 0 if size == 1 else rank,
+    }
+    if lacks := [what for what, said in asked.items() if said is None]:
         raise ArgumentError(
             f"initialize(mpu=...) takes an object with get_model_parallel_world_size(), get_data_parallel_world_size()"
-            f" and the rank and group of each, as Megatron-LM's mpu; {type(mpu).__name__} lacks"
-            f" get_{'model' if size is None else 'data'}_parallel_world_size"
+            f" and the rank and group of each, as Megatron-LM's mpu; {type(mpu).__name__} lacks get_{lacks[0]}"
         )
     raw = dict(read(source.raw if isinstance(source, Config) else source)[0])
     section: Mapping[str, Any] = raw.get("tensor_parallel") or {}
-    asked = section.get("autotp_size") or size
-    if asked != size:
+    wanted = section.get("autotp_size") or size
+    if wanted != size:
         raise ConfigError(
-            f"tensor_parallel.autotp_size = {asked}, and mpu has {size} model-parallel rank{'s' * (size != 1)}; make"
+            f"tensor_parallel.autotp_size = {wanted}, and mpu has {size} model-parallel rank{'s' * (size != 1)}; make"
             " them equal, or leave the key out"
         )
     if size == 1:
         return source, False
-    _take_cuts(model, size, _ask(mpu, _TENSOR, "rank"))
+    _take_cuts(model, size, rank)
     replicas = "autotp_size" not in section and not cuts_of(model)
     section = {**section, "autotp_size": size}
     if replicas:
