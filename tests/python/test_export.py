@@ -339,6 +339,18 @@ def test_which_weights_become_int8():
         deepc.inference(nn.Linear(2, 2), dtype="int8")
 
 
+def test_an_encoder_with_int8_layers_takes_padding():
+    """Which torch's own hands to a fused path that knows no such layers, in a nested tensor."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, x = nn.Sequential(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    served = deepc.inference(copy.deepcopy(model), dtype="int8").module
+    with torch.no_grad():
+        got, want = (m[0](x, src_key_padding_mask=padding) for m in (served, model))
+    torch.testing.assert_close(got[~padding], want[~padding], rtol=0, atol=0.05 * float(want.abs().max()))
+
+
 def test_gradients_reach_the_input_of_int8_layers():
     model = deepc.inference(nn.Sequential(nn.Linear(6, 4)), dtype="int8").module
     x = torch.randn(3, 6, requires_grad=True)

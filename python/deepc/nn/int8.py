@@ -171,9 +171,7 @@ def convert(
             layers[id(child)] = _int8_layer(child, *made[id(weight)], dtype)
             kept.append(child)
         parent._modules[name] = layers[id(child)]
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = 0  # its fused path in evaluation reads the weights past their layers
+    call_modules(model)
     return [(weights[i], *pair) for i, pair in made.items()]
 
 
@@ -196,3 +194,13 @@ def _int8_layer(layer: nn.Module, q: nn.Parameter, scale: nn.Parameter, dtype: t
     else:
         made = Int8Linear(q, scale, cast("nn.Parameter | None", layer.bias), transposed=_is_conv1d(layer))
     return made.train(layer.training)
+
+
+def call_modules(model: nn.Module) -> None:
+    """torch's encoders in `model`, which in evaluation read weights past the modules that have them, call these: they
+    are no longer torch's."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which its layers take on that path alone

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...nn.fuse import fuse
+from ...nn.int8 import call_modules
 from ...zero.parameters.gathered import is_zero_param
 from ..judged import refuse_released
 from .cut import Cut, Heads, cuts_of
@@ -124,7 +125,7 @@ def cut_model(
                     setattr(owner, attribute, n * mine // of)
         summary.cut.setdefault(kind, []).append(name)
     _check_ties(model, done)
-    _leave_fast_paths(model)
+    call_modules(model)
     if summary.cut.get("head") and section.get("vocab_parallel_lm_head") is not False:
         try:
             summary.loss = bool(fuse(model, "loss").total)
@@ -299,15 +300,6 @@ def _check_ties(model: nn.Module, done: dict[int, Cut]) -> None:
                         f"{name}.{key} is shared with a module that is cut, and no rule knows {name}; give one"
                         " (partition_type head for the output layer of a tied embedding)"
                     )
-
-
-def _leave_fast_paths(model: nn.Module) -> None:
-    """In evaluation torch's encoder layers read weights past the modules that have them: shards, for wholes."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and cuts_of(module):
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder) and cuts_of(module):
-            module.use_nested_tensor = False  # which its layers take on that path alone
 
 
 def _save_whole(model: nn.Module) -> None:
