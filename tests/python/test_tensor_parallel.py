@@ -127,6 +127,18 @@ def _layers(rank, world):
         alone = logits.detach().view(-1, 61).clone().requires_grad_()
         F.cross_entropy(alone.float(), labels.view(-1)).backward()
         near(mine.grad.float(), alone.grad.float()[:, slice(*cut.parts[rank][0])], bound)
+    # under autocast a head gets what the layer before made, in 16 bits, and its weight is in fp32
+    hidden, weight = torch.randn(2, 9, 6).bfloat16(), torch.randn(61, 6)
+    rows = [t.clone().requires_grad_() for t in (hidden, weight)]
+    mine16 = [hidden.clone().requires_grad_(), cut.take(weight).requires_grad_()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = F.cross_entropy(F.linear(*rows).float().view(-1, 61), labels.view(-1))
+        got = tensor.linear_cross_entropy(tensor.enter(mine16[0], group), mine16[1], labels, cut, group)
+    want.backward(), got.backward()
+    near(got, want.detach(), 1e-2)
+    near(tensor.whole_of(mine16[1].grad, cut, group), rows[1].grad, 3e-2)
+    near(mine16[0].grad.float(), rows[0].grad.float(), 3e-2)
+    hidden = torch.randn(2, 9, 6).bfloat16()
     own[0] = hidden.clone().requires_grad_()
     for loss, of in (
         (tensor.linear_cross_entropy(tensor.enter(own[0], group), own[1], labels, cut, group, own[2]), own[0]),

@@ -58,7 +58,7 @@ def linear_cross_entropy(
     Differentiable in hidden, weight and bias, once (a backward with create_graph=True raises UnsupportedError). Raises
     ArgumentError for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and
     gives NaN on CUDA."""
-    hidden, weight, bias = _autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1])
     wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -77,7 +77,8 @@ def linear_cross_entropy(
     return loss.view(labels.shape) if reduction == "none" else loss
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch.autocast has them of F.linear, where it is on."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind):
         return hidden, weight, bias

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from ...nn.loss import REDUCTIONS, WeightGradient, refuse_graph, rows_per_chunk
+from ...nn.loss import REDUCTIONS, WeightGradient, as_autocast, refuse_graph, rows_per_chunk
 from ..axes import without_values
 from .cut import Cut
 from .group import TensorGroup
@@ -167,6 +167,7 @@ def linear_cross_entropy(
         raise ArgumentError(f'reduction={reduction!r}: it is "mean" or "sum" over a vocabulary that is cut')
     labels = labels.reshape(-1)
     check_labels(labels, cut, ignore_index)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, labels, cut, group, ignore_index)  # type: ignore[no-untyped-call]
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
