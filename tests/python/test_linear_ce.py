@@ -284,6 +284,7 @@ def test_opcheck():
     "change, says",
     [
         (dict(hidden=torch.zeros(4, 9)), "does not fit weight"),
+        (dict(weight=torch.zeros(0, 8)), "v at least 1"),
         (dict(labels=torch.zeros(5, dtype=torch.long)), "one label per row"),
         (dict(labels=torch.zeros(4)), "not probabilities"),
         (dict(bias=torch.zeros(3)), "bias .3. does not fit"),

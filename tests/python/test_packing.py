@@ -83,9 +83,14 @@ def test_rows_hold_every_token_once_with_its_position_and_label():
         ({"input_ids": [1, 2], "labels": [1]}, "labels has the shape"),
         ({"input_ids": [1], "text": "a"}, "'text'"),
         ({"text": "a"}, "expected 'input_ids'"),
+        ({"input_ids": [1.5, 2.0]}, "input_ids of torch.float32: expected numbers of tokens"),
+        ({"input_ids": [1], "labels": [0.5]}, "labels of torch.float32"),
+        ({"input_ids": None}, "input_ids = None"),
     ):
         with pytest.raises(ArgumentError, match=words):
             PackedCollator(40)([bad])
+    columns = {"input_ids": [1, 2], "labels": None, "attention_mask": None}  # as datasets have what is not there
+    assert PackedCollator()([columns])["labels"].tolist() == [[-100, 2]]
     with pytest.raises(ArgumentError, match="multiple_of = 16"):
         PackedCollator(40, multiple_of=16)
 

@@ -100,9 +100,10 @@ def _check(
             f"linear_cross_entropy takes hidden, weight and bias of one dtype, fp32, bf16 or fp16; got {hidden.dtype},"
             f" {weight.dtype}" + (f", {bias.dtype}" if bias is not None else "") + "; cast them, or use torch.autocast"
         )
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or not len(weight) or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ArgumentError(
-            f"hidden {list(hidden.shape)} does not fit weight {list(weight.shape)}: it takes [..., d] and [v, d]"
+            f"hidden {list(hidden.shape)} does not fit weight {list(weight.shape)}: it takes [..., d] and [v, d], v at"
+            " least 1"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ArgumentError(
