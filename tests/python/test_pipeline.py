@@ -994,14 +994,8 @@ def _of_the_last_stage(rank, world, schedule):
     from deepc.pipe import LayerSpec, PipelineModule
 
     layers = [LayerSpec(_Autocast, 4, 4) for _ in range(4)]
-    model = PipelineModule(
-        layers,
-        num_stages=world,
-        loss_fn=_Weighted(rank),
-        schedule=schedule,
-        seed_layers=True,
-        partition_method="uniform",
-    )
+    plainly = dict(seed_layers=True, partition_method="uniform")
+    model = PipelineModule(layers, num_stages=world, loss_fn=_Weighted(rank), schedule=schedule, **plainly)
     draw = torch.Generator().manual_seed(1)
     data = ((torch.randn(2, 4, generator=draw), torch.randn(2, 4, generator=draw)) for _ in range(4))
     config = {
@@ -1028,3 +1022,20 @@ def test_a_losss_parameters_are_the_last_stages_and_autocast_does_not_wait():
             if name != "loss_fn.of":
                 torch.testing.assert_close(torch.tensor(last[2][name]), torch.tensor(values), rtol=1e-4, atol=1e-5)
         assert first[2] == last[2] and last[2]["loss_fn.of"] == 1.0
+
+
+def _copied(rank, world):
+    import copy
+
+    from deepc.pipe import PipelineModule, TiedLayerSpec
+
+    tied = TiedLayerSpec("one", nn.Linear, 4, 4, forward_fn=lambda module, x: x @ module.weight)
+    model = PipelineModule([tied, tied], num_stages=1)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.tied_modules["one"].weight.zero_()
+    return bool(model(torch.ones(1, 4)).any()), bool(other(torch.ones(1, 4)).any())
+
+
+def test_a_copy_calls_its_own_tied_layers():
+    assert run_ranks(_copied, 1) == [(True, False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -186,7 +187,8 @@ class PipelineModule(torch.nn.Module):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = self._built(index, layer)
             module, forward = self.tied_modules[layer.key], layer.forward_fn
-            return module if forward is None else lambda x: forward(module, x)
+            # no lambda: of a copy of the model it would call this model's module
+            return module if forward is None else functools.partial(forward, module)
         if isinstance(layer, (LayerSpec, torch.nn.Module)):
             module = self._built(index, layer) if isinstance(layer, LayerSpec) else layer
             self.add_module(str(index), module)
@@ -283,7 +285,7 @@ class PipelineModule(torch.nn.Module):
             connect(made := _cast(self._built(index, layer), dtype))
             tied[layer.key] = made
         module, forward = tied[layer.key], layer.forward_fn
-        return module if forward is None else lambda x: forward(module, x)
+        return module if forward is None else functools.partial(forward, module)
 
     # ---- as a part of a pipeline (part.py) ---------------------------------------------------------------------------
     wants_batch = False
