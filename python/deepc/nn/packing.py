@@ -67,9 +67,8 @@ class PackedCollator:
                 " 'attention_mask' at most; leave other columns out of the dataset"
             )
         found = {k: torch.as_tensor(sample[k], device="cpu") for k in _KEYS if sample.get(k) is not None}
-        wrong = [
-            f"{k} of {x.dtype}" for k, x in found.items() if x.numel() and x.is_floating_point() and k in _KEYS[:2]
-        ]
+        tokens = [(k, x) for k, x in found.items() if k != "attention_mask"]
+        wrong = [f"{k} of {x.dtype}" for k, x in tokens if x.numel() and x.is_floating_point()]
         if wrong := wrong if "input_ids" in found else ["input_ids = None"]:
             raise ArgumentError(f"sample {index} of the batch has {wrong[0]}: expected numbers of tokens, as integers")
         found = {k: x.to(torch.int64) for k, x in found.items()}

@@ -78,8 +78,8 @@ def _layouts(module: torch.nn.Module, heads: int) -> _Layouts:
         )
     if section.get("different_layout_per_head") and (all_heads := _heads_of(config)) not in (None, heads):
         raise UnsupportedError(
-            f"{NAME!r}: {heads} of the {all_heads} heads are here (other ranks have the others), and each has a layout of"
-            " its own by its number among all; leave different_layout_per_head out"
+            f"{NAME!r}: {heads} of the {all_heads} heads are here (other ranks have the others), and each has a layout"
+            " of its own by its number among all; leave different_layout_per_head out"
         )
     found = _known.get(id(config))
     if found and found[0]() is config and found[1] == heads and found[2].section == section:

@@ -17,7 +17,8 @@ class DistributedAttention(torch.nn.Module):
     """local_attention(query, key, value, *args, **kwargs) of all positions and some of the heads, on each rank of
     `sequence_process_group`: heads are exchanged for positions before it, and back after it (DeepSpeed-Ulysses,
     arXiv:2309.14509). scatter_idx: the dimension of heads; gather_idx: of positions, of which every rank of the group
-    has as many (of keys and values another number, if they are another sequence's). Names and order are deepspeed.sequence.layer's; its streams (sp_stream) are without effect.
+    has as many (of keys and values another number, if they are another sequence's). Names and order are
+    deepspeed.sequence.layer's; its streams (sp_stream) are without effect.
 
     Heads need not be divisible by the ranks: the first ranks then take one more. Where keys and values have fewer heads
     (grouped queries), each rank gets those that its queries want, repeated where two ranks want the same; the
