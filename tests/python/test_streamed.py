@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 
 import pytest
 import tiny
@@ -489,6 +490,7 @@ def _touches(rank, world):
         with deepc.zero.GatheredParameters([p]), torch.no_grad():
             p.mul_(2)
     engine.destroy()
+    assert torch.equal(pickle.loads(pickle.dumps(p)), p)  # an ordinary one, which refers to nothing of the engine's
     return p.sum().item()  # readable again
 
 

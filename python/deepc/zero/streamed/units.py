@@ -672,15 +672,17 @@ class StreamedUnits:
             handle.remove()
         self._handles.clear()
         self._end_modules(0)
-        self._closed = True
-        if not self._source.close():
+        again, self._closed = self._closed, True
+        if not self._source.close() or again:
             return
         for unit in self._units:
             if self._distant:
                 unit.leave([self._source.read(unit, i) for i in range(len(unit.params))])
-                continue
-            self._ensure(unit)
-            unit.use()
+            else:
+                self._ensure(unit)
+                unit.use()
+            for p in unit.params:  # nobody asks any more, and with it all that values are gathered from would stay
+                del p._deepc_owner  # type: ignore[attr-defined]
 
 
 def tree_of(model: torch.nn.Module) -> tuple[Node, dict[Node, torch.nn.Module]]:
