@@ -227,3 +227,46 @@ def _stray(rank, world):
 
 def test_a_write_to_the_shared_average_is_seen_on_all_ranks():
     assert all(run_quietly(_stray, 2))
+
+
+class _Masked(torch.nn.Module):
+    """A mask that grows with the longest sample so far, one that is expanded, and behind them the statistics of a
+    norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("scale", torch.ones(1).expand(3))
+        self.linear = torch.nn.Linear(4, 4)
+        self.mask = None
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        if self.mask is None or len(self.mask) < x.shape[1]:
+            self.__dict__.pop("mask", None)
+            self.register_buffer("mask", torch.ones(x.shape[1], x.shape[1]).tril(), persistent=False)
+        mask = self.mask[: x.shape[1], : x.shape[1]]
+        return self.norm((mask @ self.linear(x) * self.scale[0]).transpose(1, 2)).square().mean()
+
+
+def _buffers(rank, world, stage):
+    import deepc
+
+    engine, *_ = deepc.initialize(model=_Masked(), config=_config(stage, world=world))
+    average = deepc.EMA(engine, DECAY, as_module=True)
+    for length in (3, 5, 2):
+        engine.backward(engine(torch.randn(4, length, 4)))
+        assert engine.step().applied and average.update()
+        want, got = dict(engine.module.named_buffers()), dict(average.module.named_buffers())
+        assert want.keys() == got.keys() and want["mask"].shape == (max(3, length, 5 * (length < 3)),) * 2
+        for name, b in want.items():
+            assert torch.equal(b, got[name]) and b.data_ptr() != got[name].data_ptr(), name
+        assert average.module.state_dict().keys() == engine.module.state_dict().keys()
+        average.module(torch.randn(4, 7, 4))  # makes a longer mask of its own
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
+def test_buffers_that_the_model_makes_in_a_forward_follow_by_name(stage):
+    assert all(run_quietly(_buffers, 1, stage))

@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
 from ...plan.layout import Segment
+from ...zero.parameters.gathered import is_expanded
 from ...zero.parameters.param import share
 from ...zero.tiers.windows import Window
 from .access import _Access, of_all_ranks
@@ -318,8 +319,28 @@ class EMA:
         if self._params:
             increment_version(self._params)
         self._versions = [p._version for p in self._params]
-        for mine, live in zip(self._module.buffers(), engine.module.buffers()):
-            mine.copy_(live)
+        self._follow_buffers(self._module, engine.module)
+
+    def _follow_buffers(self, module: torch.nn.Module, live: torch.nn.Module) -> None:
+        """By name: a model may make a buffer, or a longer one, in any forward (a mask for the longest sample)."""
+        mine = dict(module.named_modules(remove_duplicate=False))
+        made: dict[int, torch.Tensor] = {}  # modules may share one
+        for prefix, source in live.named_modules():
+            if (target := mine.get(prefix)) is None:
+                continue
+            for name, b in source._buffers.items():
+                own = target._buffers.get(name)
+                if b is None:
+                    if own is not None:
+                        target._buffers[name] = None
+                elif own is not None and _takes(own, b):
+                    own.copy_(b)
+                else:
+                    if id(b) not in made:
+                        made[id(b)] = copy.deepcopy(b.detach())
+                    target.__dict__.pop(name, None)  # what the name was before, as in the engine's model
+                    target._buffers[name] = made[id(b)]
+            target._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
 
     # ---- checkpoints: saving.py -----------------------------------------------------------------------------------
     def loaded(self, updates: int) -> None:
@@ -329,6 +350,12 @@ class EMA:
 
     def __repr__(self) -> str:
         return f"EMA('{self.label}', decay {self.decay}, {self.updates} updates)"
+
+
+def _takes(own: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the buffer `own` can be given the values of `b` where it lies."""
+    alike = (own.shape, own.dtype, own.layout, own.device) == (b.shape, b.dtype, b.layout, b.device)
+    return alike and not is_expanded(own)
 
 
 def _checked_decay(decay: float) -> float:

@@ -47,11 +47,26 @@ class Broadcasts(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
 
 
+def is_expanded(t: torch.Tensor) -> bool:
+    """Whether elements of `t` lie in one place (tensor.expand), so that it can't be written."""
+    return t.layout == torch.strided and any(stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape))
+
+
+def fill(t: torch.Tensor, value: torch.Tensor) -> None:
+    """`t`, of any layout, gets the values of the dense `value` of its shape, as a stored one is."""
+    if is_expanded(t):
+        t.data = value.to(device=t.device, dtype=t.dtype, copy=True)
+    elif t.layout == torch.strided:
+        t.data.copy_(value)
+    else:
+        t.data = value.to(device=t.device, dtype=t.dtype).to_sparse(layout=t.layout)
+
+
 def broadcast_bytes(group: Broadcasts, tensor: torch.Tensor, root: int) -> None:
     """`tensor`, of any dtype and layout, is rank `root`'s. Collective."""
     if tensor.numel() == 0:
         return
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     wide = (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1).view(torch.uint8)
     group.broadcast(wide, root)
     if flat.data_ptr() != tensor.data_ptr():
