@@ -449,6 +449,59 @@ def test_buffers_and_extra_states(world, tmp_path):
     assert all(run_quietly(_extra, world, str(tmp_path)))
 
 
+class Odd(torch.nn.Module):
+    """Buffers that can't be written where they lie, or are no floats of memory order."""
+
+    def __init__(self, filled=True):
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = torch.nn.Linear(4, 4)
+        turn = torch.polar(torch.ones(3), torch.arange(3.0)) * filled
+        self.register_buffer("expanded", (torch.arange(4.0) * filled).expand(3, 4))
+        self.register_buffer("turn", turn)
+        self.register_buffer("back", turn.clone().conj())
+        self.register_buffer("graph", (torch.eye(3) * filled).to_sparse())
+        self.spin = torch.nn.Parameter(turn.clone(), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x).square().mean() * self.turn.abs().mean()
+
+
+def odd_values(module):
+    named = [*module.named_buffers(), *module.named_parameters()]
+    return {n: t.detach().to_dense() if t.layout != torch.strided else t.detach().clone() for n, t in named}
+
+
+def _odd(rank, world, folder):
+    import deepc
+
+    engine = make(Odd(), 1, micro=8 // world)
+    engine.backward(engine(torch.ones(2, 4)))
+    assert engine.step().applied
+    want = odd_values(engine.module)
+    engine.save_checkpoint(folder)
+    deepc.export(engine, os.path.join(folder, "model"))
+    engine.save_16bit_model(os.path.join(folder, "hf"))
+    engine.destroy()
+    engine = make(Odd(filled=False), 1, micro=8 // world)
+    engine.load_checkpoint(folder)
+    served = [deepc.inference(Odd(filled=False), checkpoint=f) for f in (folder, os.path.join(folder, "model"))]
+    for module in (engine.module, *(s.module for s in served)):
+        got = odd_values(module)
+        assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+        assert module.graph.is_sparse and module.turn.dtype == torch.complex64
+    engine.module.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="'buffer/wide' is torch.complex128.*persistent=False|failed on rank 0"):
+        engine.save_checkpoint(folder, tag="wide")
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_buffers_of_any_layout_and_complex_ones(world, tmp_path):
+    assert all(run_quietly(_odd, world, str(tmp_path)))
+
+
 def _old(rank, world, folder):
     """What checkpoints before extra states lack stays as the model has it."""
     from deepc.engine.states import saving

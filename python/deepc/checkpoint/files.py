@@ -108,7 +108,7 @@ def _writable(key: str, t: Any) -> None:
             "must be a contiguous CPU tensor to be written: pass t.detach().cpu().contiguous()"
         )
     if t.is_conj() or t.is_neg():
-        raise ArgumentError(f"tensor {key!r} is a lazy view: pass t.resolve_neg()")
+        raise ArgumentError(f"tensor {key!r} is a lazy view: pass t.resolve_conj().resolve_neg()")
     dtype_name(t.dtype)
 
 

@@ -41,6 +41,7 @@ import torch
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, did_you_mean
 from ..parallel.tensor.cut import Cut
 from .files import (
+    DTYPE_NAMES,
     DTYPES,
     SafetensorsFile,
     Slice,
@@ -152,7 +153,7 @@ def _encode_tensor(t: torch.Tensor, path: str, tensors: list[torch.Tensor]) -> A
         dtype_name(t.dtype)
     except CheckpointTypeError as exc:
         raise CheckpointTypeError(f"{path}: {exc}") from None
-    tensors.append(t.detach().cpu().resolve_neg().contiguous())
+    tensors.append(t.detach().cpu().resolve_conj().resolve_neg().contiguous())
     return {"$tensor": len(tensors) - 1}
 
 
@@ -403,6 +404,11 @@ class CheckpointWriter:
         whole = tuple(tensor.shape) if shape is None else tuple(int(s) for s in shape)
         if not isinstance(name, str):
             raise ArgumentError(f"the name of a tensor is a string, not {name!r}")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointTypeError(
+                f"{name!r} is {tensor.dtype}, which safetensors has not: keep it in another dtype, or, if it is a"
+                " buffer that the model makes anew, give register_buffer persistent=False"
+            )
         if begin < 0 or begin + tensor.numel() > math.prod(whole):
             raise ArgumentError(
                 f"{name!r}: elements [{begin}, {begin + tensor.numel()}) are not inside the shape {whole}"
@@ -933,7 +939,8 @@ def write_model(
             nbytes = tensor.numel() * tensor.element_size()
             if shard and size + nbytes > max_shard_bytes:
                 flush()
-            shard[name] = tensor.detach().cpu().resolve_neg().contiguous()
+            dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+            shard[name] = dense.cpu().resolve_conj().resolve_neg().contiguous()
             size, total = size + nbytes, total + nbytes
         flush()
         return _place_model(directory, shards, total, token)
@@ -949,7 +956,7 @@ def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     for name, t in tensors.items():
         if t.numel() == 0 or t.device.type == "meta":
             continue
-        identity = (t.device, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
+        identity = (t.device, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.is_conj(), t.is_neg())
         if identity in first:
             ties[name] = first[identity]
         else:

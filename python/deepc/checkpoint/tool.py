@@ -475,9 +475,9 @@ def _compare(name: str, a: _Entry, b: _Entry, tolerance: float, dtypes: bool) ->
         count = min(_CHUNK, numel - begin)
         x, y = a.read(begin, count), b.read(begin, count)
         if a.dtype == b.dtype and torch.equal(x, y):
-            size = max(size, _largest(x.double())) if tolerance else size
+            size = max(size, _largest(x.to(_wide(x)))) if tolerance else size
             continue
-        x, y = x.double(), y.double()
+        x, y = x.to(_wide(x)), y.to(_wide(y))
         both = (x == y) | (x.isnan() & y.isnan())
         elements += int((~both).sum())
         gap = torch.where(both, 0.0, (x - y).abs())
@@ -493,6 +493,10 @@ def _compare(name: str, a: _Entry, b: _Entry, tolerance: float, dtypes: bool) ->
     return Difference(
         name, "values", f"{bad} where one is not finite" if bad else "", largest, relative, elements, numel
     )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
 
 
 def _largest(x: torch.Tensor) -> float:

@@ -44,6 +44,7 @@ TABLE = (
     DType("bool", 1, "BOOL"),
     DType("float8_e4m3fn", 1, "F8_E4M3"),
     DType("float8_e5m2", 1, "F8_E5M2"),
+    DType("complex64", 8, "C64"),
 )
 FLOAT32, BFLOAT16, FLOAT16 = TABLE[:3]
 # What a model is trained in; a configuration asks for one of these.

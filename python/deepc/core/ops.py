@@ -66,7 +66,7 @@ def torch_dtype(dtype: dtypes.DType | str) -> torch.dtype:
 
 
 def dtype_of(dtype: torch.dtype) -> dtypes.DType:
-    """The inverse of `torch_dtype`. ArgumentError for what the table lacks (complex and quantised types)."""
+    """The inverse of `torch_dtype`. ArgumentError for what the table lacks (complex128 and quantised types)."""
     return _DTYPES[dtype] if dtype in _DTYPES else dtypes.dtype(dtype)
 
 

@@ -28,6 +28,7 @@ from ...nn import int8
 from ...parallel.pipeline.part import evaluating
 from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init
+from ...zero.parameters.gathered import fill
 from ...zero.parameters.param import Released
 from ...zero.shards import Late, without_memory
 from ..base import EngineBase, Served
@@ -334,7 +335,7 @@ class _Builder:
         weights = cast(Weights, self.weights)
         for _, t, stored in self._found():
             if not buffers_only or not isinstance(t, torch.nn.Parameter):
-                t.data.copy_(weights.tensor(stored))
+                fill(t, weights.tensor(stored))
 
     def _load_extra(self) -> None:
         """What get_extra_state of the modules returned when the checkpoint was saved."""

@@ -16,6 +16,7 @@ from ...checkpoint.store import CheckpointReader, decode_client_state, list_tags
 from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
 from ...parallel.expert.spread import name_among_all
+from ...zero.parameters.gathered import fill
 from ...zero.step.update import Like
 from ...zero.tiers.windows import Window
 from ..base import say
@@ -354,10 +355,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         if f"buffer/{name}" in reader.tensors:
             value = torch.empty(b.numel(), dtype=b.dtype, device="cpu")
             _read(reader, f"buffer/{name}", value)
-            if b.layout == torch.strided:
-                b.data.copy_(value.view(b.shape))
-            else:
-                b.data = value.view(b.shape).to(b.device).to_sparse(layout=b.layout)
+            fill(b, value.view(b.shape))
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ def _one_tag(engine: EngineBase, tags: list[str]) -> str:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").contiguous().view(-1)
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _source(window: Window) -> torch.Tensor | Source:

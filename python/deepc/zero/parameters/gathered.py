@@ -78,16 +78,12 @@ def broadcast_whole(group: Broadcasts, t: torch.Tensor, root: int) -> None:
     lies (an expanded or a sparse buffer) gets other memory. Collective."""
     if t.numel() == 0:
         return
-    if t.layout != torch.strided:
-        whole = t.to_dense()
-        broadcast_bytes(group, whole, root)
-        t.data = whole.to_sparse(layout=t.layout)
-    elif any(stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape)):
-        whole = t.data.contiguous()
-        broadcast_bytes(group, whole, root)
-        t.data = whole
-    else:
+    if t.layout == torch.strided and not is_expanded(t):
         broadcast_bytes(group, t.data, root)
+        return
+    whole = t.data.contiguous() if t.layout == torch.strided else t.to_dense()
+    broadcast_bytes(group, whole, root)
+    fill(t, whole)
 
 
 class SharedMemory(Whole):
