@@ -9,6 +9,7 @@ attention's products and torch.compile's extern calls all take it. Process-wide;
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -31,9 +32,11 @@ def install(dtype: torch.dtype) -> None:
         return
     patches.applied("matmul")
     _library = torch.library.Library("aten", "IMPL")
-    for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
-        _override(name, impl)
-        _override_out(name)
+    with warnings.catch_warnings():  # torch says once in a process that a kernel is another one, on every rank
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
+            _override(name, impl)
+            _override_out(name)
 
 
 def installed() -> tuple[torch.dtype, ...]:
