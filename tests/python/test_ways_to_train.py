@@ -889,6 +889,37 @@ def test_writes_below_stage_3_act_as_under_ddp(precision):
                 assert torch.equal(w, results[kind, 0][n])
 
 
+def _max_norm(rank, world):
+    import logging
+
+    import deepc
+    from deepc.errors import StrayWriteError
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepc").addHandler(handler)
+    for stage in (2, 3):
+        told.clear()
+        model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.5), nn.Linear(3, 1))
+        engine = deepc.initialize(model=model, config=small(stage))[0]
+        assert any("'0' has max_norm" in t for t in told) == (stage == 2 and rank == 0 and world > 1)
+        engine.backward(engine(torch.tensor([rank, 2 + rank])).mean())
+        if stage == 2:
+            assert engine.step().applied
+        else:
+            with pytest.raises(StrayWriteError, match=r"'0.weight' was written.*an nn.Embedding with max_norm"):
+                engine.step()
+        engine.destroy()
+    logging.getLogger("deepc").removeHandler(handler)
+    return True
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_an_embedding_that_norms_its_weight_in_the_forward_is_told(world):
+    assert all(run_ranks(_max_norm, world))
+
+
 def test_data_of_another_shape_or_dtype_is_refused():
     import deepc
     from deepc.errors import ArgumentError

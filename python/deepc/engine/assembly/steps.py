@@ -683,6 +683,12 @@ def tell_defaults(engine: EngineBase, given: Given) -> None:
         say(engine, "by default: " + "; ".join(f"{d.key} {d.value}, {d.says}" for d in told))
 
 
+def norms_its_rows(module: torch.nn.Module) -> bool:
+    """Whether it is an embedding that is trained and writes its weight in every forward."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return isinstance(module, kinds) and module.max_norm is not None and module.weight.requires_grad
+
+
 def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordered: list[str]) -> None:
     """What was made, in the log."""
     if engine._config.dump_state:
@@ -703,6 +709,14 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
             f"{', ...' if len(reordered) > 1 else ''}) had another memory format (channels_last) and lie in the"
             " standard one from here on: results are the same; give the model its inputs in channels_last, and"
             " convolutions still run in it",
+            logging.WARNING,
+        )
+    writing = [n for n, m in engine.module.named_modules() if norms_its_rows(m)]
+    if writing and engine.group.world > 1 and engine.plan.stage < 3:
+        say(
+            engine,
+            f"'{writing[0]}' has max_norm: each forward writes the rows of its weight that this rank's batch has, so"
+            " that the ranks' weights part, as under DDP; norm them in the model instead (docs/any-model.md)",
             logging.WARNING,
         )
     if told := engine.step_policy.describe():

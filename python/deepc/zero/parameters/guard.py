@@ -99,8 +99,9 @@ class SharedGuard(Guard):
             if index >= 0:
                 name = self.state.name_at(int(index))
                 raise StrayWriteError(
-                    f"parameter '{name}' was written (in place, by load_state_dict, or by a cast of the model: half(),"
-                    f" float(), to(dtype)) outside GatheredParameters on rank {rank} since the last step. At ZeRO stage"
+                    f"parameter '{name}' was written (in place, by load_state_dict, by the forward of an nn.Embedding"
+                    " with max_norm, or by a cast of the model: half(), float(), to(dtype)) outside GatheredParameters"
+                    f" on rank {rank} since the last step. At ZeRO stage"
                     " 3 its memory is shared by all ranks of the node, so every rank's write would act. Write it under"
                     " deepc.zero.GatheredParameters(params, modifier_rank=0) or with engine.load_module_state_dict;"
                     " cast a copy.deepcopy(model); or use stage 2."
