@@ -280,7 +280,9 @@ def run_ranks(
             for w in [w for w in workers if w.spent]:
                 workers.remove(w)
                 w.end()
-        failed = any(c != 0 for r, c in enumerate(codes) if r not in may_die)
+        failed = [r for r, c in enumerate(codes) if c != 0 and r not in may_die]
+        if failed and all((why := Path(folder, f"skipped{r}")).exists() for r in failed):
+            pytest.skip(why.read_text())
         if failed and not (has_looked and any("deepc.compat.finder.ShadowedError" in t for t in text)):
             raise RankFailure(codes, text)
         if not failed:
@@ -407,6 +409,9 @@ def _run_job(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+_OPTIONAL = ("transformers", "accelerate", "peft", "safetensors")  # what a machine without a network may lack
+
+
 def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     import faulthandler
     import traceback
@@ -424,8 +429,11 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
         before = leftovers.state() if goes_on else {}
         try:
             run(int(rank), folder)
-        except BaseException:
+        except BaseException as exc:
             traceback.print_exc()
+            lacks = isinstance(exc, ModuleNotFoundError) and exc.name in _OPTIONAL
+            if lacks or type(exc).__name__ == "Skipped":  # pytest.importorskip in the job
+                Path(folder, f"skipped{rank}").write_text(str(exc))
             code = 1
         _changes.undo()
         _restore(env)
