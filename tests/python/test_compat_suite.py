@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from deepc.errors import ArgumentError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from plainly import adam_config as config
@@ -289,6 +290,22 @@ def test_bare_backwards_in_coalesced_reductions(deepspeed, dtype):
     if dtype == "fp16":
         with engine.coalesce_grad_reduction(), pytest.raises(DeepcError, match=r"engine\.scale\(loss\)"):
             engine(torch.ones(4, 8).half()).float().square().mean().backward()
+
+
+def test_an_engine_runs_its_throughput_timer(deepspeed):
+    engine, *_ = deepspeed.initialize(
+        model=tiny.make_model(), config=tiny.config(1, micro=4, gradient_accumulation_steps=2)
+    )
+    with torch.no_grad():
+        engine.eval()(*tiny.make_batch(0))  # an evaluation is no part of it
+    assert not engine.tput_timer.started and engine.tput_timer.avg_samples_per_sec() == float("-inf")
+    engine.train()
+    for number in range(6):
+        engine.backward(engine(*tiny.make_batch(number)))
+        engine.step()
+    assert (engine.tput_timer.micro_step_count, engine.tput_timer.global_step_count) == (6, 3)
+    assert 0 < engine.tput_timer.avg_samples_per_sec() < float("inf")
+    engine.destroy()
 
 
 def test_step_and_nesting_in_no_sync(deepspeed):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from ...engine.events import Listener
 from .utils import log_dist, logger
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
@@ -168,12 +172,15 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = 0.0
 
+    def _wait(self) -> None:
+        _wait_for_device()
+
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        _wait_for_device()
+        self._wait()
         self._began, self.started = time.perf_counter(), True
         self._counts = self.global_step_count >= self.start_step  # it is a micro-batch of the step that follows these
 
@@ -183,7 +190,7 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        _wait_for_device()
+        self._wait()
         if self._counts:
             self.total_elapsed_time += time.perf_counter() - self._began
         if (
@@ -204,3 +211,24 @@ class ThroughputTimer:
             if steps <= 0 or not self.total_elapsed_time
             else self.batch_size * steps / self.total_elapsed_time
         )
+
+
+class EngineTimer(ThroughputTimer, Listener):
+    """The `tput_timer` of an engine, which runs it. It does not wait for a GPU: over many steps the figure is the same,
+    and training goes on meanwhile."""
+
+    def __init__(self, module: torch.nn.Module, batch_size: int) -> None:
+        super().__init__(batch_size=batch_size)
+        self._module = weakref.ref(module)
+
+    def _wait(self) -> None:
+        pass
+
+    def begin(self, name: str, now: int, what: Any) -> None:
+        module = self._module()
+        if name == "forward" and not self.started and module is not None and module.training:
+            self.start()
+
+    def end(self, name: str, now: int, what: Any) -> None:
+        if name == "step":
+            self.stop(global_step=what is not None)

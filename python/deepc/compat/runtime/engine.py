@@ -25,7 +25,7 @@ from ...errors import ArgumentError, CheckpointError, MisuseError, UnsupportedEr
 from ...observe import watch
 from ..helpers import groups
 from ..helpers.parallel import layers
-from ..helpers.timer import ThroughputTimer
+from ..helpers.timer import EngineTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import checkpointing, optimizers, zero_to_fp32
 from .parameters import NoHooks
@@ -114,7 +114,8 @@ class DeepSpeedEngine(Engine):
             self.unequal_batches = _in_its_words(self.unequal_batches)
         self.world_size, self.global_rank = self.everyone.world, self.everyone.rank  # of all ranks, as there
         self.client_optimizer = optimizer
-        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
+        self.tput_timer = EngineTimer(self.module, self.train_batch_size())
+        self.events.add(self.tput_timer)
         if not self._inference_only:  # else it would stand for the one that trains the model
             zero_grad.follow(self)
         if optimizer is None:
