@@ -263,7 +263,7 @@ class OneCycle(_Schedule):
         return x / self.peak if rising else (x - 1) / (self.peak - 1)
 
     def _decay_interval(self) -> float:
-        return (self.last_batch_iteration - self.total + 1) / self.decay_step_size
+        return float((self.last_batch_iteration - self.total + 1) / self.decay_step_size)
 
     def get_lr(self) -> list[Any]:
         if self.last_batch_iteration < self.total:

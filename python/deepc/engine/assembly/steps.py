@@ -313,7 +313,7 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
     if cfg.backend == "deepc" and cfg.type == "Muon":
         choose_by_name(engine.module.named_parameters())
         if engine.part is not None:
-            params = in_both_kinds(params)
+            params = cast("list[Any]", in_both_kinds(params))
     try:
         return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
     except (TypeError, ValueError) as exc:

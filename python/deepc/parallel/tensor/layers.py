@@ -284,7 +284,7 @@ def _refuse_replaced(module: nn.Module) -> None:
     """UnsupportedError for a module of whose computation the class of its shard would leave something out."""
     if "forward" in vars(module):
         raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
-    own = module._deepc_made_of[0] if isinstance(module, _Fused) else type(module)
+    own: Any = module._deepc_made_of[0] if isinstance(module, _Fused) else type(module)
     known = next((k for k in own.__mro__ if k in (nn.Linear, nn.Embedding) or _is_conv1d(k)), own)
     if own.forward is not known.forward:
         raise UnsupportedError(

@@ -326,4 +326,5 @@ class DeepSpeedMonitorConfig(Section):
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """The monitors' sections of a configuration dict."""
-    return DeepSpeedMonitorConfig(**{k: param_dict.get(k) or {} for k in DeepSpeedMonitorConfig.FIELDS})
+    given: dict[str, Any] = {k: param_dict.get(k) or {} for k in DeepSpeedMonitorConfig.FIELDS}
+    return DeepSpeedMonitorConfig(**given)

@@ -13,7 +13,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -388,7 +388,7 @@ def take_from_firsts(model: torch.nn.Module, mesh: Mesh) -> None:
     rank that has them has. Collective over all ranks of the mesh."""
     refuse_released(model, "pipeline.stages")
     spread, mine = spread_tensors(model), mesh.coordinates(dist.get_rank()).ep
-    everyone = AxisGroup.of(dist.group.WORLD)
+    everyone = AxisGroup.of(cast(dist.ProcessGroup, dist.group.WORLD))
     for t in (*model.parameters(), *model.buffers()):
         if is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
             continue
