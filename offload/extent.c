@@ -7,6 +7,9 @@
  *   table 0, 1       per extent: generation, bytes, checksum and place of its value; commit g writes number g % 2
  *   extents          each `copies` times: a block with the header, then room for its capacity
  *
+ * A commit that fails when its super block may have arrived leaves open which of the two generations a process would
+ * find, so that neither's values may be written over: until it is repeated or undone writes are refused.
+ *
  * A value is written where the committed table does not point, with its header, in any order; then the table, then the
  * super block. Until the last has arrived the old one stands, with values that nobody has touched. A header or value
  * that does not agree with the table was torn or lost. With one copy there is no place where the table does not point,
@@ -17,11 +20,13 @@
 #include "file.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { BLOCK = DC_DISK_ALIGN, SUPERS = 2, VERSION = 1 };
 static const char extent_super_magic[8] = "deepcEXT", extent_magic[8] = "deepcVAL";
@@ -58,6 +63,7 @@ struct dc_extents {
   int copies;
   pthread_mutex_t lock;
   bool committing;
+  bool unsure; /* a commit failed behind the point from which its super block may be on disk */
   struct extent *e;
 };
 
@@ -122,30 +128,50 @@ static void *extent_blocks(int64_t bytes) {
 }
 
 /* ---- super block and table --------------------------------------------------------------------------------------- */
-/* Table and super block of `generation`, from entries `now`. */
-static int extent_write_tables(dc_extents *x, uint64_t generation, bool durable, struct super *written) {
+static int extent_write_super(dc_extents *x, const struct super *super, int64_t slot, bool durable) {
+  struct super *block = extent_blocks(BLOCK);
+  if (!block) return DC_FAIL(DC_E_NOMEM, "%s: a super block", dc__file_path(x->file));
+  *block = *super;
+  const dc_piece piece = {block, BLOCK, slot * BLOCK};
+  int rc = dc_file_write(x->file, &piece, 1);
+  if (!rc && durable) rc = dc_file_sync(x->file);
+  free(block);
+  return rc;
+}
+
+/* The folder's entry of a new file: a loss of power takes the file with it where that is not on disk. */
+static int extent_sync_folder(const dc_extents *x) {
+  const char *path = dc__file_path(x->file), *slash = strrchr(path, '/');
+  char *folder = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
+  if (!folder) return DC_FAIL(DC_E_NOMEM, "the name of a folder");
+  const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  int rc = DC_OK;
+  if (fd < 0 || (fsync(fd) && errno != EINVAL)) /* EINVAL: the file system has no such thing */
+    rc = DC_FAIL(DC_E_IO, "%s: its folder can't be brought to disk: %s", path, strerror(errno));
+  if (fd >= 0) close(fd);
+  free(folder);
+  return rc;
+}
+
+/* Table and super block of `generation`, from entries `now`. begun: set when the super block may be on disk. */
+static int extent_write_tables(dc_extents *x, uint64_t generation, bool durable, struct super *written, bool *begun) {
   struct entry *table = extent_blocks(x->table_bytes);
-  struct super *super = extent_blocks(BLOCK);
-  int rc = table && super
-               ? DC_OK
-               : DC_FAIL(DC_E_NOMEM, "%s: a table of %lld bytes", dc__file_path(x->file), (long long)x->table_bytes);
+  if (!table)
+    return DC_FAIL(DC_E_NOMEM, "%s: a table of %lld bytes", dc__file_path(x->file), (long long)x->table_bytes);
+  for (int64_t i = 0; i < x->count; i++) table[i] = x->e[i].now;
+  *written = x->super;
+  written->generation = generation;
+  written->table_crc = dc_crc32c(0, table, (size_t)x->table_bytes);
+  written->crc = extent_super_crc(written);
+  const int64_t which = (int64_t)(generation % SUPERS);
+  const dc_piece to_table = {table, x->table_bytes, x->table_offset + which * x->table_bytes};
+  int rc = dc_file_write(x->file, &to_table, 1);
+  if (!rc && durable) rc = dc_file_sync(x->file);
   if (!rc) {
-    for (int64_t i = 0; i < x->count; i++) table[i] = x->e[i].now;
-    *super = x->super;
-    super->generation = generation;
-    super->table_crc = dc_crc32c(0, table, (size_t)x->table_bytes);
-    super->crc = extent_super_crc(super);
-    const int64_t which = (int64_t)(generation % SUPERS);
-    const dc_piece to_table = {table, x->table_bytes, x->table_offset + which * x->table_bytes};
-    const dc_piece to_super = {super, BLOCK, which * BLOCK};
-    rc = dc_file_write(x->file, &to_table, 1);
-    if (!rc && durable) rc = dc_file_sync(x->file);
-    if (!rc) rc = dc_file_write(x->file, &to_super, 1);
-    if (!rc && durable) rc = dc_file_sync(x->file);
-    *written = *super;
+    *begun = true;
+    rc = extent_write_super(x, written, which, durable);
   }
   free(table);
-  free(super);
   return rc;
 }
 
@@ -268,7 +294,11 @@ static int extent_make(dc_extents *x, const int64_t *capacity, int64_t count, in
   const dc_piece piece = {directory, bytes, SUPERS * BLOCK};
   const int rc = dc_file_write(x->file, &piece, 1);
   free(directory);
-  return rc ? rc : extent_write_tables(x, 0, false, &x->super);
+  struct super made;
+  bool begun;
+  if (!rc) DC_TRY(extent_write_tables(x, 0, false, &made, &begun));
+  if (!rc) x->super = made;
+  return rc;
 }
 
 /* empty: what the file holds goes; not before the lock says that nobody else has it. */
@@ -393,6 +423,9 @@ static int extent_admit(dc_extents *x, struct operation *o, int64_t bytes) {
                    e->writing ? "written" : "read");
   if (o->writes) {
     if (x->committing) return DC_FAIL(DC_E_STATE, "%s is being committed; write after that", path);
+    if (x->unsure)
+      return DC_FAIL(DC_E_STATE, "the last commit of %s failed when it may have arrived; commit again, or roll back",
+                     path);
     o->entry.generation = x->super.generation + 1;
     o->entry.bytes = bytes;
     o->entry.copy = x->copies == 2 && e->committed.generation ? 1 - e->committed.copy : 0;
@@ -509,9 +542,14 @@ int dc_extents_commit(dc_extents *x, int durable) {
       rc = DC_FAIL(DC_E_STATE, "%s can't be committed: a write of extent %lld failed; write it again, or roll back",
                    dc__file_path(x->file), (long long)i);
   struct super written;
-  if (!rc) rc = extent_write_tables(x, x->super.generation + 1, durable, &written);
+  bool begun = false;
+  if (!rc && durable && !x->super.generation) rc = extent_sync_folder(x);
+  if (!rc) rc = extent_write_tables(x, x->super.generation + 1, durable, &written, &begun);
   pthread_mutex_lock(&x->lock);
-  if (!rc) {
+  if (rc) {
+    x->unsure |= begun;
+  } else {
+    x->unsure = false;
     x->super = written;
     for (int64_t i = 0; i < x->count; i++) x->e[i].committed = x->e[i].now;
   }
@@ -522,14 +560,17 @@ int dc_extents_commit(dc_extents *x, int durable) {
 
 int dc_extents_rollback(dc_extents *x) {
   DC_TRY(extent_stand_still(x));
+  int rc = DC_OK; /* over the super block that may have arrived */
+  if (x->unsure) rc = extent_write_super(x, &x->super, (int64_t)((x->super.generation + 1) % SUPERS), true);
   pthread_mutex_lock(&x->lock);
-  for (int64_t i = 0; i < x->count; i++) {
+  for (int64_t i = 0; i < x->count && !rc; i++) {
     x->e[i].now = x->e[i].committed;
     x->e[i].failed = false;
   }
+  x->unsure &= rc != DC_OK;
   x->committing = false;
   pthread_mutex_unlock(&x->lock);
-  return DC_OK;
+  return rc;
 }
 
 int dc_extents_get_info(dc_extents *x, dc_extents_info *info) {

@@ -276,6 +276,71 @@ TEST_P(Faults, EveryCallFailsOnceInTurn) {
   }
 }
 
+// A commit fails at each of its calls in turn. Whoever opens the file then, after writes that are still let through,
+// finds one generation or the other, whole; and it goes on by a second commit or a rollback.
+TEST_P(Faults, AFailedCommitLeavesAWholeGeneration) {
+  const int64_t capacity[3] = {20000, 4096, 100};
+  bool refused = false, met = true;
+  for (int at = 0; met; at++) {
+    for (const bool back : {false, true}) {
+      Folder folder(true);
+      path_ = folder.path + "/states";
+      plan.at = -1, plan.fault = EIO;
+      dc_extents *x = nullptr;
+      Config k(path_, DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+      ASSERT_EQ(dc_extents_open(&k, capacity, 3, 2, &x), DC_OK) << dc_last_error();
+      const auto write = [&](int i, int seed) {
+        std::vector<char> value(capacity[i]);
+        pattern(value.data(), capacity[i], seed);
+        return dc_extent_write(x, i, value.data(), capacity[i]);
+      };
+      for (int i = 0; i < 3; i++) ASSERT_EQ(write(i, 10 + i), DC_OK) << dc_last_error();
+      ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+      for (int i = 0; i < 3; i++) ASSERT_EQ(write(i, 20 + i), DC_OK) << dc_last_error();
+      plan.calls = plan.hits = 0, plan.at = at;
+      const int rc = dc_extents_commit(x, 1);
+      met = plan.hits;
+      EXPECT_EQ(rc, met ? DC_E_IO : DC_OK) << dc_last_error();
+      plan.at = -1;
+      const auto found = [&] { // the generation that another one finds
+        dc_extents *other = nullptr;
+        Config reads(path_, GetParam().flags);
+        EXPECT_EQ(dc_extents_open(&reads, capacity, 3, 2, &other), DC_OK) << dc_last_error();
+        dc_extents_info info = {};
+        info.struct_size = sizeof info;
+        EXPECT_EQ(dc_extents_get_info(other, &info), DC_OK);
+        for (int i = 0; i < 3; i++) {
+          std::vector<char> wanted(capacity[i]), value(capacity[i]);
+          pattern(wanted.data(), capacity[i], static_cast<int>(info.generation) * 10 + i);
+          EXPECT_EQ(dc_extent_read(other, i, value.data(), capacity[i]), DC_OK) << dc_last_error();
+          EXPECT_EQ(value, wanted) << "extent " << i << ", call " << at;
+        }
+        dc_extents_close(other);
+        return info.generation;
+      };
+      if (met) {
+        const int again = write(0, 99);
+        EXPECT_TRUE(again == DC_OK || again == DC_E_STATE) << dc_last_error();
+        refused |= again == DC_E_STATE;
+        found();
+        if (again == DC_OK) ASSERT_EQ(write(0, 20), DC_OK) << dc_last_error();
+        if (back) {
+          ASSERT_EQ(dc_extents_rollback(x), DC_OK) << dc_last_error();
+          for (int i = 0; i < 3; i++) ASSERT_EQ(write(i, 30 + i), DC_OK) << dc_last_error();
+          EXPECT_EQ(found(), 1);
+        } else {
+          ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+          ASSERT_EQ(write(0, 99), DC_OK) << dc_last_error();
+          EXPECT_EQ(found(), 2);
+        }
+      }
+      ASSERT_EQ(dc_extents_close(x), DC_OK) << dc_last_error();
+      ASSERT_FALSE(HasFailure()) << "call " << at << (back ? ", then a rollback" : "");
+    }
+  }
+  EXPECT_TRUE(refused);
+}
+
 // Walks over a stream of two arrays. One that fails goes on where it failed; what it gives is what the same work in
 // memory gives.
 class StreamFaults : public Faults {
