@@ -409,7 +409,7 @@ def _run_job(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-_OPTIONAL = ("transformers", "accelerate", "peft", "safetensors")  # what a machine without a network may lack
+OPTIONAL = ("transformers", "accelerate", "peft", "safetensors")  # what a machine without a network may lack
 
 
 def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
@@ -431,7 +431,7 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
             run(int(rank), folder)
         except BaseException as exc:
             traceback.print_exc()
-            lacks = isinstance(exc, ModuleNotFoundError) and exc.name in _OPTIONAL
+            lacks = isinstance(exc, ModuleNotFoundError) and exc.name in OPTIONAL
             if lacks or type(exc).__name__ == "Skipped":  # pytest.importorskip in the job
                 Path(folder, f"skipped{rank}").write_text(str(exc))
             code = 1
