@@ -292,6 +292,17 @@ def test_loss_options_of_the_trainer(family):
     assert model(*positional).logits is None
 
 
+def test_a_float64_model_keeps_its_own_loss():
+    """The operator has no such numbers; a model may be fused and then made wide, for a check of gradients."""
+    model, inputs = make("gpt2")
+    plain = copy.deepcopy(model).double()
+    deepc.fuse(model)
+    model.double()
+    got, want = model(**inputs), plain(**inputs)
+    assert got.logits.dtype == torch.float64
+    torch.testing.assert_close(got.loss, want.loss)
+
+
 def test_what_needs_logits_gets_them():
     model, inputs = make("llama")
     plain = copy.deepcopy(model)

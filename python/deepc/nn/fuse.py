@@ -535,8 +535,11 @@ class _LanguageModel(_Fused):
     config: Any
 
     def _deepc_takes(self, kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("labels") is None or not self.training or hasattr(self, "_loss_function"):
+        labels = kwargs.get("labels")
+        if labels is None or not self.training or hasattr(self, "_loss_function"):
             return False
+        if getattr(self.get_submodule(self._deepc_head), "weight", labels).dtype == torch.float64:
+            return False  # the op has no such numbers
         keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict")
         return isinstance(keep, int) and keep == 0 and bool(self.config.return_dict if named is None else named)
 
