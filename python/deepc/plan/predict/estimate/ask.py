@@ -65,7 +65,7 @@ def estimate(
         have = memory.available()
         result = changed(result, available=have)
         if suggest or not result.fits:
-            result = changed(result, options=tuple(options_of(case, have)))
+            result = changed(result, options=tuple(options_of(case, result, have)))
     if check and not result.fits:
         raise OutOfMemoryError(refusal(result))
     return result

@@ -182,5 +182,5 @@ def check_plan(
     if sample_batch is not None and not failure and staged is None:
         ranks, divide = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1) * experts, _divided(experts)
         case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=divide)
-        e = changed(e, options=tuple(options_of(case, e.available or 0)))
+        e = changed(e, options=tuple(options_of(case, e, e.available or 0)))
     raise OutOfMemoryError(refusal(e))

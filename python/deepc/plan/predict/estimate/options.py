@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ...plan import Plan
 
 
-def options_of(case: Case, have: int) -> list[Option]:
-    """Changes that exist and their predicted figures, the least intrusive first, then all of them together. A smaller
-    micro-batch comes with as much accumulation, for which gradients have memory of their own."""
+def options_of(case: Case, now: MemoryEstimate, have: int) -> list[Option]:
+    """Changes that take less than `now` and their predicted figures, the least intrusive first, then all of them
+    together. A smaller micro-batch comes with as much accumulation, for which gradients have memory of their own."""
     import torch
 
     from ....core.foreign.private import tree_leaves
@@ -64,7 +64,7 @@ def options_of(case: Case, have: int) -> list[Option]:
         tries.append(("all of these", together, least, any(t[3] for t in tries)))
     for name, change, take, recompute in tries:
         option = _try(case, name, change, rows, take, recompute, have)
-        if option is not None:
+        if option is not None and (option.node_peak < now.node_peak or option.rank_peak < now.rank_peak):
             out.append(option)
     return out
 
