@@ -722,6 +722,46 @@ def _refused(rank, world, folder):
     return True
 
 
+def _interrupted(rank, world, folder, disk):
+    """^C within an update, as in a notebook that goes on: what is changed in part is not trained with, nor saved."""
+    place = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if disk else {}
+    engine = make(tiny.make_model(), 1, zero_optimization={"stage": 1, **place})
+    step(engine, 0)
+    engine.save_checkpoint(folder)
+    step(engine, 1)
+    want = values(engine)
+    of = type(engine.state.tier) if disk else type(engine.optimizer)
+    update = of.update
+
+    def interrupted(self, work, *more):
+        def one(cell):
+            work(cell)
+            raise KeyboardInterrupt
+
+        if disk:
+            return update(self, one, *more)
+        update(self, work, *more)
+        raise KeyboardInterrupt
+
+    of.update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(engine, 2)
+    of.update = update
+    for call in (lambda: step(engine, 2), engine.step, lambda: engine.save_checkpoint(folder)):
+        with pytest.raises(DeepcError, match=r"step 3 was broken off in its update \(KeyboardInterrupt\)"):
+            call()
+    engine.load_checkpoint(folder)
+    step(engine, 1)
+    same(values(engine), want)
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_step_that_is_interrupted_is_not_trained_on_with(disk, tmp_path):
+    assert all(run_quietly(_interrupted, 1, str(tmp_path), disk))
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path):
     assert all(run_quietly(_refused, 1, str(tmp_path)))
 

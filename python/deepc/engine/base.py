@@ -190,7 +190,7 @@ class EngineBase(ModelWrapper):
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
-    broken_load = "", False  # why the last load_checkpoint left a mixture, and whether it was to load optimizer states
+    broken_load = "", False  # why load_checkpoint (or ^C in a step) left a mixture; whether of optimizer states as well
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
     def require_states(self, call: str) -> None:

@@ -303,17 +303,25 @@ class Engine(EngineBase):
         return self._finish_step(norm.value, lambda: self.optimizer.update(scale))
 
     def _finish_step(self, norm: float | None, update: Callable[[], None]) -> StepResult:
-        with self.events.span("update"):
-            if not self.plan.updates_on_disk:
-                update()
-            else:
-                self._on_disk(update)
-        self.state.break_off("")
-        with self.events.span("publish"):
-            if not self.plan.parameters_on:
-                self.publish()
-            else:  # parameters that stay are read anew
-                self._on_disk(self.publish)
+        try:
+            with self.events.span("update"):
+                if not self.plan.updates_on_disk:
+                    update()
+                else:
+                    self._on_disk(update)
+            self.state.break_off("")
+            with self.events.span("publish"):
+                if not self.plan.parameters_on:
+                    self.publish()
+                else:  # parameters that stay are read anew
+                    self._on_disk(self.publish)
+        except (KeyboardInterrupt, SystemExit) as exc:  # a notebook goes on behind ^C
+            text = (
+                f"step {self.global_steps + 1} was broken off in its update ({type(exc).__name__}), so that parameters"
+                " and states are changed in part: load a checkpoint, or make the engine anew."
+            )
+            self.broken_load, self.hooks.blocked = (text, True), text
+            raise
         self.step_is_whole()
         return StepResult(True, "", None, norm)
 
