@@ -21,7 +21,7 @@ struct Folder {
     path = std::string(in_memory && !access("/dev/shm", W_OK) ? "/dev/shm"
                        : base && *base                        ? base
                                                               : "/tmp") +
-           "/deepc-offload-XXXXXX";
+           "/offload-tests-XXXXXX"; // no name of deepc: tests beside count those in /dev/shm
     if (!mkdtemp(path.data())) abort();
   }
   ~Folder() {
