@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -626,9 +627,14 @@ class _Scaled(torch.nn.Linear):
         return 3 * super().forward(x)
 
 
-class _ScaledWords(torch.nn.Embedding):
+class _ScaledWords(torch.nn.Embedding):  # as Gemma's
+    def forward(self, ids, *, more=1.0):
+        return super().forward(ids) * self.scale.to(self.weight.dtype) * more
+
+
+class _FoundWords(torch.nn.Embedding):
     def forward(self, ids):
-        return 3 * super().forward(ids)
+        return 3 * torch.nn.functional.embedding(ids, self.weight)
 
 
 class _Rescaled(_Scaled):
@@ -646,7 +652,7 @@ def _refused_modules(rank, world):
     for kind, made in (
         ("column", _Scaled(4, 4)),
         ("row", _Rescaled(4, 4)),
-        ("vocabulary", _ScaledWords(4, 4)),
+        ("vocabulary", _FoundWords(4, 4)),
         ("column", parametrizations.weight_norm(torch.nn.Linear(4, 4))),
         ("row", weight_norm(torch.nn.Linear(4, 4))),
         ("column", parametrizations.orthogonal(torch.nn.Linear(4, 4))),
@@ -682,6 +688,39 @@ def test_modules_that_compute_more_than_their_class_are_refused():
     for told in run_ranks(_refused_modules, 2):
         assert all("has a forward of its own" in text for text in told[:3]), told
         assert all("its weight is made of other parameters" in text for text in told[3:]), told
+
+
+def _scaled(rank, world):
+    """A class of embeddings that scales what nn.Embedding gives, cut: what it gives, and the weight's gradient."""
+    import deepc
+    from deepc.parallel import tensor
+    from deepc.plan.mesh import Mesh
+
+    deepc.init_distributed()
+    ids, upstream = torch.tensor([[0, 3, 4, 1]]), torch.arange(8.0).view(1, 4, 2)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made = _ScaledWords(5, 2)
+        made.register_buffer("scale", torch.tensor(3.0), persistent=False)
+        models.append(torch.nn.Sequential(made))
+    whole, cut = models
+    rule = {"layer_specs": [{"patterns": ["0"], "partition_type": "vocabulary"}]}
+    tensor.cut_model(cut, tensor.tensor_group(Mesh(tp=world)), {"partition_config": rule})
+    again = copy.deepcopy(cut)
+    assert isinstance(cut[0], _ScaledWords)
+    want = whole[0](ids, more=0.5)
+    want.backward(upstream)
+    own = cut[0].cuts["weight"]
+    for model in (cut, again):
+        got = model[0](ids, more=0.5)
+        assert torch.equal(got, want)
+        got.backward(upstream)
+        assert torch.equal(model[0].weight.grad, own.take(whole[0].weight.grad))
+
+
+def test_embeddings_that_scale_their_rows_are_cut():
+    run_ranks(_scaled, 2)
 
 
 def _encoder(rank, world):

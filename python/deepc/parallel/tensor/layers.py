@@ -7,6 +7,7 @@ some of the inputs: it ends the region that the former begins, and its bias is e
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -165,9 +166,23 @@ class _RowConv1D(Row):
 
 
 class _Vocabulary(_Parallel):
-    """An embedding of which each rank has some rows."""
+    """An embedding of which each rank has some rows. A class of its own that works on what nn.Embedding's forward gives
+    (transformers' scaled ones: Gemma, Bart) goes on doing that, with whole rows."""
 
     padding_idx: int | None
+
+    @classmethod
+    def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
+        own: Any = original.forward
+        if own is nn.Embedding.forward:
+            return {}
+        cell = types.CellType()  # where its super() looks for the class: the made one, behind which ours comes
+        closure = tuple(
+            cell if n == "__class__" else c for n, c in zip(own.__code__.co_freevars, own.__closure__ or ())
+        )
+        forward = types.FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, closure)
+        forward.__kwdefaults__ = own.__kwdefaults__
+        return {"forward": forward, "__classcell__": cell}
 
     def forward(self, input: Tensor) -> Tensor:
         cut, group = self.cuts["weight"], self.region.group
@@ -228,7 +243,7 @@ def cut_module(
     can't be."""
     done = {} if done is None else done
     group, transposed = region.group, is_conv1d(module)
-    _refuse_replaced(module)
+    _refuse_replaced(module, kind)
     if kind == "vocabulary":
         if not isinstance(module, nn.Embedding):
             raise ArgumentError(f"{type(module).__name__} is no torch.nn.Embedding")
@@ -280,13 +295,26 @@ def draw_as_layer(adapted: Any, kind: str, region: Region) -> None:
         drop.register_forward_hook(ends, always_call=True)
 
 
-def _refuse_replaced(module: nn.Module) -> None:
+def _works_on_rows(own: type[nn.Module]) -> bool:
+    """Whether a class of embeddings has a forward that calls nn.Embedding's by super(), and reads no rows itself."""
+    classes = [k for k in own.__mro__ if "forward" in vars(k)]
+    code = getattr(own.forward, "__code__", None)
+    return (
+        classes[1:2] == [nn.Embedding]
+        and code is not None
+        and "__class__" in code.co_freevars
+        and "forward" in code.co_names
+        and not {"embedding", "linear"} & {*code.co_names}
+    )
+
+
+def _refuse_replaced(module: nn.Module, kind: str) -> None:
     """UnsupportedError for a module of whose computation the class of its shard would leave something out."""
     if "forward" in vars(module):
         raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
     own: Any = module._deepc_made_of[0] if isinstance(module, _Fused) else type(module)
     known = next((k for k in own.__mro__ if k in (nn.Linear, nn.Embedding) or _is_conv1d(k)), own)
-    if own.forward is not known.forward:
+    if own.forward is not known.forward and not (kind == "vocabulary" and _works_on_rows(own)):
         raise UnsupportedError(
             f"{own.__name__} has a forward of its own beside {known.__name__}'s, of which a shard would know nothing;"
             " leave it whole (partition_type skip), or put what it adds into a module of its own"
@@ -302,7 +330,7 @@ def _refuse_replaced(module: nn.Module) -> None:
 def replicate_module(module: nn.Module, region: Region, heads: Sequence[int], size: int) -> None:
     """Makes `module`, a Linear to heads of `size` outputs, compute those of `heads` (one may be there several times) in
     place; its weights stay whole on every rank. ArgumentError for a module that can't."""
-    _refuse_replaced(module)
+    _refuse_replaced(module, "column")
     if not isinstance(module, nn.Linear):
         raise ArgumentError(f"{type(module).__name__} is no torch.nn.Linear")
     own = cast(Any, module)
