@@ -156,7 +156,7 @@ def refusal(e: MemoryEstimate) -> str:
         )
     return (
         f"the run needs {e.node_peak / GIB:.2f} GiB on this node and {(e.available or 0) / GIB:.2f} GiB are left"
-        f" (memory cgroup and MemAvailable){fix if e.options or e.stages else ''}.\n{e}"
+        f" (memory cgroup and MemAvailable){fix}.\n{e}"
     )
 
 
