@@ -179,8 +179,9 @@ def check_plan(
         e = _of_pipeline(e, rows, mine)
     if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):
         return e
-    if sample_batch is not None and not failure and staged is None:
+    asked = sample_batch is not None and not failure and staged is None
+    if asked:
         ranks, divide = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1) * experts, _divided(experts)
         case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=divide)
         e = changed(e, options=tuple(options_of(case, e, e.available or 0)))
-    raise OutOfMemoryError(refusal(e))
+    raise OutOfMemoryError(refusal(e, asked))

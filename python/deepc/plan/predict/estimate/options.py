@@ -142,7 +142,8 @@ def by_nodes(plan: Plan, have: int) -> str:
     return f"{out}; up to 1,024 nodes like this one are too few as well"
 
 
-def refusal(e: MemoryEstimate) -> str:
+def refusal(e: MemoryEstimate, asked: bool = True) -> str:
+    """asked: whether its options were looked for."""
     fitting = [o for o in e.options if o.fits]
     fix = (
         "; this would fit: " + "; or ".join(f"{o.change} ({o.node_peak / GIB:.2f} GiB)" for o in fitting[:4])
@@ -156,7 +157,7 @@ def refusal(e: MemoryEstimate) -> str:
         )
     return (
         f"the run needs {e.node_peak / GIB:.2f} GiB on this node and {(e.available or 0) / GIB:.2f} GiB are left"
-        f" (memory cgroup and MemAvailable){fix}.\n{e}"
+        f" (memory cgroup and MemAvailable){fix if asked or e.stages else ''}.\n{e}"
     )
 
 
