@@ -205,15 +205,13 @@ class Home:
             memory.keep_heap()  # as initialize will: values that come and go leave no holes in malloc's memory
         apart = folder or (self.group.world > 1 and not shared)
         self.arena = _Arena(cast("MemoryGroup", self.group)) if shared else None
-        self.shards = Shards(self.group.world, folder) if apart else None
+        self.tied = _Tied()
+        self.shards = Shards(self.group.world, folder, self.tied.see) if apart else None
         self.taken: list[weakref.ref[torch.nn.Parameter]] = []
         self.versions = WeakIdKeyDictionary()
-        self.tied = _Tied()
 
     def take(self, p: torch.nn.Parameter, dtype: torch.dtype) -> None:
         """Moves `p` into shared memory (collective); with one rank it is only cast."""
-        for q in self.shards.whole_now() if self.shards is not None else ():
-            self.tied.see(q)  # a touch has given it other memory than it came with
         self.tied.see(p)
         if self.arena is not None:
             shared = self.arena.take(p.numel(), dtype)

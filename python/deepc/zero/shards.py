@@ -78,7 +78,11 @@ class Shards:
     """The parameters of one zero.Init, and their owner (param.Owner) while they are released. Made collectively.
     Private memory: KEEP bytes or one parameter, and 1/ranks of all, which lie in `folder` if there is one."""
 
-    def __init__(self, world: int, folder: str = "") -> None:
+    def __init__(
+        self, world: int, folder: str = "", placed: Callable[[torch.nn.Parameter], None] = lambda p: None
+    ) -> None:
+        """placed: is told of a parameter that a touch has given other memory while the model is built."""
+        self._placed = placed
         self._exchange: Exchange | Alone = Exchange("zero.Init", torch.device("cpu")) if world > 1 else Alone()
         self._disk = DiskPlaces(folder, "parameters of zero.Init") if folder else None
         self._world, self._rank = self._exchange.world, self._exchange.rank
@@ -104,10 +108,6 @@ class Shards:
         p._deepc_owner = self  # type: ignore[attr-defined]
         self._whole[id(p)] = p
         self.settle()
-
-    def whole_now(self) -> list[torch.nn.Parameter]:
-        """Those that have their values on this rank."""
-        return list(self._whole.values())
 
     def settle(self) -> None:
         """Parameters that have been whole for longest are cut until the others fit. Collective."""
@@ -177,6 +177,8 @@ class Shards:
         """The opposite. Collective."""
         self._parts[p].fill(self._value(p))
         self._whole[id(p)] = p
+        if self._building:
+            self._placed(p)
 
     def _value(self, p: torch.nn.Parameter) -> torch.Tensor:
         """The values of the released `p`, in memory of their own. Collective."""
