@@ -323,6 +323,11 @@ class EngineBase(ModelWrapper):
         reason = f"{what}: {type(error).__name__}: {error}{more and f' ({more})'}"
         return end_with([self.everyone, self.group], opened_comms(self.mesh), error, reason)
 
+    def left_in_part(self, why: str, of_states: bool) -> None:
+        """What the engine has is of two states, because of `why`: nothing is trained or saved until a checkpoint is
+        loaded, of_states: with the optimizer's. "": it is whole again."""
+        self.broken_load, self.hooks.blocked = (why, of_states), why
+
     def step_is_whole(self) -> None:
         """A step that was broken off is finished, or undone by a checkpoint."""
         if self.broken_step:

@@ -320,7 +320,7 @@ class Engine(EngineBase):
                 f"step {self.global_steps + 1} was broken off in its update ({type(exc).__name__}), so that parameters"
                 " and states are changed in part: load a checkpoint, or make the engine anew."
             )
-            self.broken_load, self.hooks.blocked = (text, True), text
+            self.left_in_part(text, True)
             raise
         self.step_is_whole()
         return StepResult(True, "", None, norm)

@@ -118,12 +118,11 @@ def _made_whole(engine: EngineBase, what: What, doing: str) -> Iterator[None]:
             f"{doing} broke off when a part of it was loaded ({why}), so the engine has values of two states: load a"
             " checkpoint, or make the engine anew."
         )
-        engine.broken_load = text, what.optimizer_states
-        engine.hooks.blocked = text
+        engine.left_in_part(text, what.optimizer_states)
         raise
     engine.step_is_whole()
     if engine.broken_load[0]:
-        engine.broken_load, engine.hooks.blocked = ("", False), ""
+        engine.left_in_part("", False)
 
 
 def _load(engine: EngineBase, reader: CheckpointReader, state: dict[str, Any], what: What, doing: str) -> None:
