@@ -127,18 +127,21 @@ static inline float dc__code_get(const dc__code_map *m, const void *codes, int64
   return dc__code_value(m, half - (half & 8) * 2);
 }
 
-/* What a block's numbers are divided by. A number becomes y = x * inverse, the largest 1 or the number before it,
- * which noise of at least dc__least_noise takes to the largest code; inverse 0: of a block of next to nothing (as in
- * dc_quantize) or with a NaN or an infinity all become zero. */
+/* What a block's numbers are divided by. A number becomes y = x * inverse, the largest 1 or the number before it (or up
+ * to the seventh, where inverse is denormal), which noise of at least dc__least_noise takes to the largest code;
+ * inverse 0: of a block of next to nothing (as in dc_quantize) or with a NaN or an infinity all become zero. */
 typedef struct dc__scaling {
   float scale, inverse;
 } dc__scaling;
 
-/* top: the bits of the largest magnitude. */
+/* top: the bits of the largest magnitude. From 2^126 on its inverse is a denormal number, and times one that was
+ * rounded up it is more than 1: noise would make that a code too many, which has the other sign, or of squares is the
+ * least. */
 DC__ANYWHERE dc__scaling dc__scaling_of(uint32_t top) {
-  const float largest = dc__f32_of_bits(top);
+  const float largest = dc__f32_of_bits(top), inverse = 1.0f / largest;
   const int bad = top >= DC__INF_F32, none = bad || largest < DC__TINY_F32;
-  const dc__scaling of = {bad ? dc__f32_of_bits(DC__NAN_F32) : none ? 0.0f : largest, none ? 0.0f : 1.0f / largest};
+  const float below = largest * inverse > 1.0f ? dc__f32_of_bits(dc__bits_of_f32(inverse) - 1) : inverse;
+  const dc__scaling of = {bad ? dc__f32_of_bits(DC__NAN_F32) : none ? 0.0f : largest, none ? 0.0f : below};
   return of;
 }
 

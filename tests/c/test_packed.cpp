@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "op_cases.h"
+#include "ref/packed.h"
 
 namespace {
 
@@ -166,6 +167,42 @@ TEST_F(Ops, UnpackedStatesPackAsTheyWere) {
           ASSERT_NEAR(back[(size_t)i], x[(size_t)i], std::max(half * std::fabs(x[(size_t)i]), least * s) * (1 + 1e-6))
               << i;
         }
+      }
+}
+
+// Near fp32's end the inverse of a scale is denormal: the largest noise must not make the largest number a code too many.
+TEST_F(Ops, HugeStatesKeepTheirSignAndSize) {
+  const int64_t n = DC__BLOCK_MOST;
+  for (int isa : isas())
+    for (int format : {(int)DC_STATE_8BIT, (int)DC_STATE_4BIT})
+      for (int rule : kRules) {
+        const int state = rule == DC_RULE_ADAMW, kind = dc__packed_kind(rule, state);
+        const dc__code_map map = dc__code_map_of(format, kind);
+        Case c = {rule, format, n, 0};
+        const dc__keys keys = dc__keys_of(7, 0);
+        uint32_t number = 0; // whose noise is the largest
+        while (dc__noise(keys, state, map.shift, number) + 1 != 1u << map.shift) number++;
+        c.first = number / n * n;
+        auto in = arrays_of(c, kOrdinary);
+        std::vector<uint8_t *> p;
+        for (Array &a : in) p.push_back(a.bytes.data());
+        float grad = kind == DC_STATE_SQUARES ? 0x1p63f : 0x1p126f, huge = grad;
+        for (; huge * (1.0f / huge) <= 1.0f; huge = kind == DC_STATE_SQUARES ? grad * grad : grad)
+          grad = std::nextafter(grad, INFINITY);
+        std::fill((float *)p[1], (float *)p[1] + n, grad);
+        for (int k = 2; k < 6; k++) std::fill(in[(size_t)k].bytes.begin(), in[(size_t)k].bytes.end(), 0);
+        dc_step_args t = args_of(c, p);
+        t.lr = t.weight_decay = 0, t.grad_scale = 1, t.flags = 0;
+        t.beta2 = 0; // the whole gradient, or its square, becomes the state
+        ASSERT_EQ(dc_isa_force(isa), DC_OK);
+        ASSERT_EQ(dc_step(&t, 1), DC_OK) << dc_last_error();
+        std::vector<float> got((size_t)n);
+        ASSERT_EQ(dc_state_unpack(got.data(), p[2 + (size_t)state], (float *)p[4 + (size_t)state], format, kind,
+                                  c.first, n),
+                  DC_OK);
+        for (int64_t i = 0; i < n; i++)
+          ASSERT_GE(got[(size_t)i], 0.7f * huge) << "element " << i << ", rule " << rule << ", format " << format
+                                                 << " on " << dc_isa_name(isa);
       }
 }
 
