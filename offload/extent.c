@@ -64,6 +64,7 @@ struct dc_extents {
   pthread_mutex_t lock;
   bool committing;
   bool unsure; /* a commit failed behind the point from which its super block may be on disk */
+  bool named;  /* the folder's entry of the file is on disk, or it has none */
   struct extent *e;
 };
 
@@ -139,8 +140,8 @@ static int extent_write_super(dc_extents *x, const struct super *super, int64_t 
   return rc;
 }
 
-/* The folder's entry of a new file: a loss of power takes the file with it where that is not on disk. */
-static int extent_sync_folder(const dc_extents *x) {
+/* The folder's entry of the file: a loss of power takes the file with it where that is not on disk, whoever made it. */
+static int extent_sync_folder(dc_extents *x) {
   const char *path = dc__file_path(x->file), *slash = strrchr(path, '/');
   char *folder = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
   if (!folder) return DC_FAIL(DC_E_NOMEM, "the name of a folder");
@@ -150,6 +151,7 @@ static int extent_sync_folder(const dc_extents *x) {
     rc = DC_FAIL(DC_E_IO, "%s: its folder can't be brought to disk: %s", path, strerror(errno));
   if (fd >= 0) close(fd);
   free(folder);
+  x->named = rc == DC_OK;
   return rc;
 }
 
@@ -332,6 +334,7 @@ int dc_extents_open(const dc_file_config *config, const int64_t *capacity, int64
   if (empty) k.flags &= ~DC_FILE_TRUNCATE, k.reserve_bytes = 0;
   dc_extents *x = calloc(1, sizeof *x);
   if (!x) return DC_FAIL(DC_E_NOMEM, "a file of extents");
+  x->named = k.flags & DC_FILE_NAMELESS;
   int rc = dc_file_open(&k, &x->file);
   if (!rc) rc = extent_open(x, capacity, count, copies, empty);
   if (rc) {
@@ -543,7 +546,7 @@ int dc_extents_commit(dc_extents *x, int durable) {
                    dc__file_path(x->file), (long long)i);
   struct super written;
   bool begun = false;
-  if (!rc && durable && !x->super.generation) rc = extent_sync_folder(x);
+  if (!rc && durable && !x->named) rc = extent_sync_folder(x);
   if (!rc) rc = extent_write_tables(x, x->super.generation + 1, durable, &written, &begun);
   pthread_mutex_lock(&x->lock);
   if (rc) {

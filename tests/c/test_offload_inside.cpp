@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,6 +23,7 @@
 namespace {
 
 int no_fallocate = 0; // an errno: the file system has no such call
+int folders_synced = 0;
 
 } // namespace
 
@@ -30,6 +32,11 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   if (!no_fallocate) return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
   errno = no_fallocate;
   return -1;
+}
+extern "C" int fsync(int fd) {
+  struct stat st;
+  if (fstat(fd, &st) == 0 && S_ISDIR(st.st_mode)) folders_synced++;
+  return static_cast<int>(syscall(SYS_fsync, fd));
 }
 
 namespace {
@@ -339,6 +346,35 @@ TEST_P(Faults, AFailedCommitLeavesAWholeGeneration) {
     }
   }
   EXPECT_TRUE(refused);
+}
+
+// Whatever was committed before, and whoever made the file: its name is on disk when a durable commit is. Without a
+// name there is nothing to bring there.
+TEST(Extents, ADurableCommitHasItsNameOnDisk) {
+  const int64_t capacity = 100;
+  const char value[100] = {1};
+  Folder folder;
+  const auto commit = [&](dc_extents *x, int durable) {
+    EXPECT_EQ(dc_extent_write(x, 0, value, capacity), DC_OK) << dc_last_error();
+    EXPECT_EQ(dc_extents_commit(x, durable), DC_OK) << dc_last_error();
+  };
+  folders_synced = 0;
+  for (int opens = 0; opens < 2; opens++) {
+    dc_extents *x = nullptr;
+    Config k(folder.path + "/states", DC_FILE_WRITE | DC_FILE_CREATE);
+    ASSERT_EQ(dc_extents_open(&k, &capacity, 1, 2, &x), DC_OK) << dc_last_error();
+    commit(x, 0);
+    EXPECT_EQ(folders_synced, opens);
+    for (int i = 0; i < 2; i++) commit(x, 1);
+    EXPECT_EQ(folders_synced, opens + 1) << "once is enough";
+    ASSERT_EQ(dc_extents_close(x), DC_OK) << dc_last_error();
+  }
+  dc_extents *x = nullptr;
+  Config k(folder.path, DC_FILE_WRITE | DC_FILE_NAMELESS);
+  ASSERT_EQ(dc_extents_open(&k, &capacity, 1, 2, &x), DC_OK) << dc_last_error();
+  commit(x, 1);
+  EXPECT_EQ(folders_synced, 2);
+  ASSERT_EQ(dc_extents_close(x), DC_OK) << dc_last_error();
 }
 
 // Walks over a stream of two arrays. One that fails goes on where it failed; what it gives is what the same work in
