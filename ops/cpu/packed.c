@@ -141,9 +141,11 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
   } else {
     p = rule_step(l.of, &c->other, p, g, m);
   }
+  const vf all = l.of.rule == DC_RULE_LION ? v_add(p, *m)
+                                           : p; /* a NaN in p is one where a state of the others is one */
   if (l.mends) {
     *bad = v_fma(p, v_set1(0.0f), *bad);
-  } else if (DC_UNLIKELY(v_any_nan(p))) { /* as it is where a state is one */
+  } else if (DC_UNLIKELY(v_any_nan(all))) {
     p = v_canonical(p);
     *m = v_canonical(*m);
     *v = v_canonical(*v);
