@@ -125,11 +125,13 @@ DC_API int dc_rotary(const dc_rotary_args *args);
  * exist (Dao et al., arXiv:2205.14135). For batch b, head h and query i, with kv = h * kv_heads / heads:
  *   s[j] = scale * sum(q[b,h,i] * k[b,kv,j]);  j is visible unless causal and j > i + diagonal
  *   lse = log(sum over visible j of e^s[j]);  out = sum over visible j of e^(s[j] - lse) * v[b,kv,j]
- * A query that sees no key gets out = 0 and lse = +inf. Element [b,h,i,c] of an array lies at b * stride[0] + h *
- * stride[1] + i * stride[2] + c; the stride of a size of 1 is not looked at. On a GPU stride[2] is below 2^31. Sums are
- * fp32. Where the processor multiplies pairs of bf16 (AVX512-BF16), bf16 is not widened: probabilities are rounded to
- * bf16 before they meet v; there, and only there, bits differ between instruction sets (AVX512-BF16 and AMX-BF16 add in
- * different orders). They never depend on the number of threads. */
+ * A query that sees no key gets out = 0 and lse = +inf, and so does one whose scores are all far below -2^28: where a
+ * mask is added, -1e9 hides. One that has a score above 2^30 (2^28 where bf16 is multiplied in pairs) gets NaN.
+ * Element [b,h,i,c] of an array lies at b * stride[0] + h * stride[1] + i * stride[2] + c; the stride of a size of 1 is
+ * not looked at. On a GPU stride[2] is below 2^31. Sums are fp32. Where the processor multiplies pairs of bf16
+ * (AVX512-BF16), bf16 is not widened: probabilities are rounded to bf16 before they meet v; there, and only there, bits
+ * differ between instruction sets (AVX512-BF16 and AMX-BF16 add in different orders). They never depend on the number
+ * of threads. */
 /* Dropout of probabilities (Srivastava et al., JMLR 15, 2014): out = sum over j of keep * e^(s[j] - lse) / (1 - p) *
  * v[b,kv,j], by random numbers that are counted, not kept: those of head h, query i and key j are bits 16 * (j % 2) and
  * up of word j % 8 / 2 of Philox4x32-10 (Salmon et al., SC 2011) of the counter (j / 8, i, h + head, b + batch) and the

@@ -63,6 +63,7 @@ DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *
   float *p = TILE_PAIRS ? s->p + g / nr * (ATT_CHUNK / 2) * nr + g % nr : at;
   vf max = v_max(old, v_mul(top, scale));
   max = v_max(max, v_set1(ATT_LOWEST));
+  max = v_if_below(max, v_set1(TILE_PAIRS ? ATT_HIGHEST / 4 : ATT_HIGHEST), max, v_set1(dc__f32_of_bits(DC__NAN_F32)));
   const vf sum = att_exponentials(p, at, n, scale, max, nr), keep = v_exp_nonpos(v_sub(old, max));
   v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
   v_store32(s->max + g, LANES, max);

@@ -25,7 +25,8 @@ enum { ATT_NONE = 1 << 30 }; // the first row of no run: behind the last of ever
 enum { ATT_SUMS = 128, ATT_P_PITCH = ATT_TILE + 4 }; // columns of a result at most, in a unit; see AttPlan
 #define ATT_LOG2E 1.44269504088896341f
 #define ATT_LN2 0.69314718055994531f
-#define ATT_FINITE (-2e38f) // a finite maximum for queries that see no key
+#define ATT_LOWEST (-268435456.0f) // -2^28 and 2^30: see ref/attention.h
+#define ATT_HIGHEST 1073741824.0f
 
 // ---- what is seen --------------------------------------------------------------------------------------------------
 struct AttSight { // of one head
@@ -695,7 +696,8 @@ DC_GPU void att_forward(const dc_attention_args &a, const AttPlan &plan, char *r
       for (int n = 0; n < ATT_TILE / 8; n++) top = fmaxf(top, fmaxf(x[n][2 * r], x[n][2 * r + 1])); // without NaNs
       top = fmaxf(top, from_lane_beside(top, 1));
       top = fmaxf(top, from_lane_beside(top, 2));
-      top = fmaxf(fmaxf(ATT_FINITE, max[r]), __fmul_rn(top, scale));
+      top = fmaxf(fmaxf(ATT_LOWEST * att_units<T>(), max[r]), __fmul_rn(top, scale));
+      top = top < ATT_HIGHEST * att_units<T>() ? top : __uint_as_float(0x7fc00000u);
       DC_UNROLL
       for (int n = 0; n < ATT_TILE / 8; n++) {
         DC_UNROLL

@@ -41,6 +41,7 @@ static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, in
     max = dc__max_f32(max, s[t]);
   }
   max = dc__max_f32(dc__max_f32(o->max, max * a->scale), ATT_LOWEST);
+  if (max >= ATT_HIGHEST) max = dc__f32_of_bits(DC__NAN_F32);
   for (int64_t t = 0; t < n; t++) {
     s[t] = dc__exp_nonpos(fmaf(s[t], a->scale, -max));
     sum += s[t];

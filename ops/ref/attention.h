@@ -13,7 +13,11 @@
 
 /* Queries of a block; keys whose scores exist at a time (forward), and keys of a block (gradient). Measured on Zen 4:
  * docs/lab/attention.md. */
-#define ATT_LOWEST (-2e38f) /* a finite maximum for queries that see no key */
+/* A query's maximum is at least ATT_LOWEST: scores far below it hide their pair, as -infinity does (a mask that is
+ * added: -1e9, or its dtype's lowest number), so that a query that sees no key has a finite one. Above ATT_HIGHEST it
+ * is NaN. Beyond these the rounding of score * scale alone is as large as what e^x may be given. */
+#define ATT_LOWEST (-0x1p28f)
+#define ATT_HIGHEST 0x1p30f
 enum { ATT_QUERIES = 64, ATT_CHUNK = 256, ATT_KEYS = 64, ATT_STEP = 16 };
 /* Blocks of keys that the gradient's blocks of queries meet at a time: so much less often these come from afar. */
 enum { ATT_ABREAST = 4 };

@@ -204,6 +204,50 @@ inline std::vector<Case> cases(int dt) {
           {dt, 2, 2, 1, 100, 140, 40, true, 40, false, 64, 1, true, true, DC_BF16, true, 90, 0.1f}};
 }
 
+// ---- scores of any size ------------------------------------------------------------------------------------------
+using Forward = std::function<int(const dc_attention_args *)>;
+
+// Of three rows the second one is hidden whole by what is added to its scores, the others in part: however it is
+// written, it hides as -infinity does.
+inline void check_added_masks(int dt, const Forward &run, const std::string &what) {
+  Case c = {dt, 1, 1, 1, 3, 300, 24, false, 0, false};
+  c.bias = DC_F32;
+  const auto with = [&](float hidden) {
+    auto arrays = arrays_of(c);
+    std::vector<float> bias((size_t)(c.rows * c.keys), 0.5f);
+    for (size_t i = 0; i < bias.size(); i++)
+      if (i / (size_t)c.keys == 1 || i % 3) bias[i] = hidden;
+    memcpy(arrays[5].bytes.data(), bias.data(), bias.size() * sizeof(float));
+    return run_once(arrays, kAtStart, [&](auto &p) { return forward(c, p, run); });
+  };
+  const auto want = with(-INFINITY);
+  const auto out = doubles_of(Array{dt, want[3]}), lse = doubles_of(Array{DC_F32, want[4]});
+  for (size_t i = 0; i < 24; i++) ASSERT_EQ(out[24 + i], 0) << what;
+  ASSERT_EQ(lse[1], HUGE_VAL) << what;
+  ASSERT_TRUE(std::isfinite(lse[0]) && std::isfinite(lse[2])) << what;
+  for (float hidden : {-1e9f, -1e10f, -1e12f, -1e20f, -1e30f, -std::numeric_limits<float>::max()}) {
+    const auto got = with(hidden);
+    EXPECT_EQ(got[3], want[3]) << hidden << " " << what;
+    EXPECT_EQ(got[4], want[4]) << hidden << " " << what;
+  }
+}
+
+// Scores that fp32 can't tell apart, with steps larger than what e^x may be given, are no numbers; beside them others
+// are.
+inline void check_scores_beyond(int dt, const Forward &run, const std::string &what) {
+  const Case c = {dt, 1, 1, 1, 2, 300, 24, false, 0, false};
+  auto arrays = arrays_of(c);
+  std::vector<float> q(48, 0.0f), k(7200, 3e4f);
+  std::fill(q.begin(), q.begin() + 24, 3e4f);
+  for (size_t i = 0; i < k.size(); i++) k[i] -= (float)(i % 7);
+  EXPECT_EQ(dc_cast(arrays[0].bytes.data(), dt, q.data(), DC_F32, 1, 48), DC_OK);
+  EXPECT_EQ(dc_cast(arrays[1].bytes.data(), dt, k.data(), DC_F32, 1, 7200), DC_OK);
+  const auto got = run_once(arrays, kAtStart, [&](auto &p) { return forward(c, p, run); });
+  const auto out = doubles_of(Array{dt, got[3]}), lse = doubles_of(Array{DC_F32, got[4]});
+  for (size_t i = 0; i < 48; i++) EXPECT_EQ(std::isnan(out[i]), i < 24) << i << " " << what;
+  EXPECT_TRUE(std::isnan(lse[0]) && std::fabs(lse[1] - std::log(300.0)) < 1e-5) << lse[1] << " " << what;
+}
+
 // ---- the definition, in double -----------------------------------------------------------------------------------
 inline std::vector<double> values(int dt, const std::vector<uint8_t> &bytes) { return doubles_of(Array{dt, bytes}); }
 

@@ -103,6 +103,15 @@ TEST_F(Attention, LargeScores) {
   }
 }
 
+TEST_F(Attention, ScoresOfAnySize) {
+  for (int isa : isas())
+    for (int dt : kLow) {
+      ASSERT_EQ(dc_isa_force(isa), DC_OK);
+      check_added_masks(dt, dc_attention, dc_isa_name(isa));
+      check_scores_beyond(dt, dc_attention, dc_isa_name(isa));
+    }
+}
+
 // The numbers of the paper's own tests (Random123's kat_vectors).
 TEST_F(Attention, DropoutsNumbersArePhiloxs) {
   uint32_t zero[4] = {0, 0, 0, 0}, ones[4] = {~0u, ~0u, ~0u, ~0u};

@@ -154,6 +154,13 @@ TEST_F(CudaAttention, RandomCases) {
   }
 }
 
+TEST_F(CudaAttention, ScoresOfAnySize) {
+  for (int dt : kLow) {
+    check_added_masks(dt, run_forward, dc_dtype_name(dt));
+    check_scores_beyond(dt, run_forward, dc_dtype_name(dt));
+  }
+}
+
 // A body that lacks a barrier has other results when the threads run in another order. DEEPC_TEST_FULL=1: each case in
 // each dtype.
 TEST_F(CudaAttention, OrderOfThreadsDoesNotChangeBits) {

@@ -736,7 +736,8 @@ def block_sparse_attention(
     slopes: [heads] float32, adds slopes[h] * (key - query - diagonal) to the scores (ALiBi, arXiv:2108.12409).
 
     bias: [1 or batch, 1 or heads, 1 or rows, keys] (leading dimensions may be missing), read where something is
-    visible: of a float type it is added to the scores and has a gradient; of bool, False hides the pair.
+    visible: of a float type it is added to the scores and has a gradient, and -1e9 or less hides the pair; of bool,
+    False does.
 
     dropout: the share of the probabilities, from 0 to below 1 in steps of 2^-16, that is dropped; those that are kept
     count 1 / (1 - dropout). Which ones is a function (Philox4x32-10) of the seed, entry of the batch, head, query and
