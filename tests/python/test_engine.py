@@ -431,6 +431,33 @@ def test_writes_to_replicas_count_at_stages_0_to_2(precision):
     assert all(run_ranks(_replica_writes, 2, precision))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_of_another_shape_or_order_is_no_parameters(stage):
+    """As many elements, and for a transposed square even the same memory: gradients would be added to others'."""
+    import deepc
+    from deepc.errors import ArgumentError, StrayWriteError
+
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=8))
+    block = engine.module.blocks[0]
+    engine.backward(engine(*tiny.make_batch(0)))
+    up, proj = block.up.weight.data, block.proj.weight.data
+    wrong = StrayWriteError if stage == 3 else ArgumentError
+    for other in (up.view(32, 128), up.clone().view(32, 128), up[:, :16]):
+        block.up.weight.data = other
+        with pytest.raises(wrong, match="blocks.0.up.weight" if stage == 3 else r"must stay \(128, 32\)"):
+            engine.step()
+    block.up.weight.data = up
+    before = proj.clone()
+    block.proj.weight.data = proj.t()
+    if stage == 3:
+        with pytest.raises(wrong, match="blocks.0.proj.weight"):
+            engine.step()
+    else:  # its values count, as those of any other tensor
+        assert engine.step().applied and block.proj.weight.is_contiguous()
+        assert float((block.proj.weight.detach() - before.t()).abs().max()) < 0.01
+    engine.destroy()
+
+
 def _gathered(rank, world, precision):
     import deepc
 

@@ -146,17 +146,21 @@ class ResidentState(ModelState):
                 " in model.state_dict().items()}"
             )
         indices = range(len(self.trained)) if among is None else among
-        return {i for i in indices if self.trained[i].data_ptr() != self._addresses[i]}
+        return {i for i in indices if not self._is_in_place(i)}
+
+    def _is_in_place(self, i: int) -> bool:
+        p = self.trained[i]
+        return p.data_ptr() == self._addresses[i] and p.shape == self.shapes[i] and p.is_contiguous()
 
     @torch.no_grad()
     def take_in_replaced(self, among: Iterable[int] | None = None) -> None:
         for i in self._replaced(among):
-            p, n = self.trained[i], self.plan.layout.numels[i]
-            if p.numel() != n or p.dtype != self.dtype or p.device != self.flat.device:
+            p, shape = self.trained[i], tuple(self.shapes[i])
+            if p.shape != shape or p.dtype != self.dtype or p.device != self.flat.device:
                 raise ArgumentError(
-                    f"the data of parameter '{self.names[i]}' was replaced by a tensor of {p.numel()} elements in"
-                    f" {p.dtype} on {p.device}; after deepc.initialize it must stay {n} elements in {self.dtype}"
-                    f" on {self.flat.device} (was the model moved or cast?)"
+                    f"the data of parameter '{self.names[i]}' was replaced by a tensor of shape {tuple(p.shape)} in"
+                    f" {p.dtype} on {p.device}; after deepc.initialize its shape must stay {shape}, in {self.dtype}"
+                    f" on {self.flat.device} (was the model moved, cast or reshaped?)"
                 )
             view = parameter(self, i)
             view.copy_(p.data.reshape(-1))
