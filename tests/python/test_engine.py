@@ -216,11 +216,11 @@ def test_no_sync_keeps_gradients_local_and_loses_none():
 
 def _kept_then_reduced(rank, world):
     """Gradients before the step of two micro-batches, the first in no_sync(), each by engine.backward or a bare
-    backward; "direct": of the module itself, whose gradients in no_sync() nobody scales before the pass."""
+    backward; "direct": of the module itself, of which no output tells."""
     import deepc
 
     out = {}
-    mixed = [("own", "own"), ("own", "bare"), ("bare", "own"), ("bare", "bare"), ("direct", "bare")]
+    mixed = [("own", "own"), ("own", "bare"), ("bare", "own"), ("bare", "bare"), ("direct", "bare"), ("direct", "own")]
     for precision, cases in (("fp32", mixed), ("fp16", mixed[:2])):
         for ways in cases:
             cfg = tiny.config(2, micro=2, gas=2, clip=0.0)
@@ -247,6 +247,51 @@ def test_what_no_sync_keeps_is_divided_once_whoever_ran_the_backwards():
             for name, want in rank[precision, ("own", "own")].items():
                 largest = (1e-5 if precision == "fp32" else 1e-2) * float(want.abs().max())
                 assert float((grads[name] - want).abs().max()) <= largest + 1e-6, (precision, ways, name)
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+def test_autograd_grad_leaves_nothing_and_unscaled_gradients_do_not_stay(gas):
+    """fp16, inside of no_sync() and outside, of the engine's outputs and of its module's."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    cfg = tiny.config(1, micro=8, gas=gas, clip=0.0)
+    cfg["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+    weight, batch, found = engine.module.ln.weight, tiny.make_batch(0), []
+    for outside in (True, False):
+        for model in (engine, engine.module):
+            with contextlib.nullcontext() if outside else engine.no_sync():
+                found.append(torch.autograd.grad(model(*batch), weight)[0])
+                with pytest.raises(DeepcError, match="fp16 training scales the loss"):
+                    model(*batch).backward()
+            assert all(p.grad is None for p in engine.module.parameters())
+            engine.restart_step()
+    assert all(torch.equal(found[0], g) for g in found)
+    for _ in range(gas):
+        with engine.no_sync():
+            torch.autograd.grad(engine(*batch), weight)
+            engine.scale(engine.module(*batch) / 2).backward()
+        engine.backward(engine(*batch) / 2)
+        result = engine.step()
+    want = found[0].float()
+    assert result.applied and float((result.grad_norm or 0)) > float(want.norm())
+    engine.destroy()
+
+
+def test_what_a_module_leaves_beside_others_is_refused():
+    """Inside of no_sync(): gradients of another scale, of a backward that no output of the engine tells of."""
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=tiny.config(1, micro=8, gas=2, clip=0.0))
+    batch = tiny.make_batch(0)
+    with engine.no_sync():
+        engine.backward(engine(*batch))
+        with pytest.raises(UnsupportedError, match="called without its engine"):
+            engine.module(*batch).backward()
+    engine.restart_step()
+    engine.destroy()
 
 
 def _loops(rank, world):

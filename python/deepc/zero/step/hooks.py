@@ -74,6 +74,7 @@ class GradientHooks:
         self._factor = self.scale = 1.0
         self._asked = -1  # the backward that was asked last for the factor of gradients that stay
         self._left_factor = 1.0
+        self._refused: DeepcError | None = None  # why that one may leave none
         self._added: set[int] = set()
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
@@ -143,13 +144,35 @@ class GradientHooks:
     def _ask(self) -> None:
         """The factor of what a backward leaves that this engine does not run: of a loss.backward() of the script, or of
         another engine's. Once a backward; what stays already is put aside, for autograd adds to it."""
-        self._refuse_blocked()
-        if self._one_gradient or (task := private.graph_task_id()) == self._asked:
-            return
-        self._asked = task
-        _, self._left_factor = self._bare(GradientHooks._running)
-        if self._left_factor != 1.0:
-            self._put_aside()
+        if private.graph_task_id() != self._asked:
+            self._ask_factor()
+            if self._left_factor != 1.0:
+                self._put_aside()
+
+    def _ask_factor(self) -> None:
+        """Who may leave no gradients is told at the first one: torch.autograd.grad leaves none."""
+        self._asked, self._left_factor, self._refused = private.graph_task_id(), 1.0, None
+        try:
+            self._refuse_blocked()
+            if not self._one_gradient:
+                _, self._left_factor = self._bare(GradientHooks._running)
+        except DeepcError as exc:
+            self._refused = exc
+
+    def _may_stay(self, p: torch.Tensor) -> None:
+        """Before the first gradient of such a backward stays; no output may have told of it (it is of a module that was
+        called without its engine)."""
+        if not self._queued:
+            self._ask_factor()
+            if self._left_factor != 1.0 and self._kept:
+                self._refused = UnsupportedError(
+                    "engine.no_sync(): a backward of a module that was called without its engine adds to gradients of"
+                    " another scale that a backward before it has left; call engine(...) in its place"
+                )
+            self._close_at_end()
+        if self._refused is not None:
+            p.grad = None  # else the next backward would add to it
+            raise self._refused
 
     def _put_aside(self) -> None:
         """What no_sync has left in `.grad` waits for the next pass."""
@@ -177,6 +200,8 @@ class GradientHooks:
                 self._take(index, p)
                 return
             ours = self.staged or GradientHooks._running is self
+            if not ours:
+                self._may_stay(p)
             factor = 1.0 if ours else self._left_factor
             if self.sums_in is None and factor == 1.0:
                 self._kept, self._kept_ours = True, self._kept_ours or ours
@@ -188,8 +213,12 @@ class GradientHooks:
 
     def _take(self, index: int, p: torch.Tensor) -> None:
         if not self.open:
-            boundary, factor = self._bare(GradientHooks._running)
-            self.begin_pass(boundary, factor)
+            try:
+                boundary, factor = self._bare(GradientHooks._running)
+                self.begin_pass(boundary, factor)
+            except BaseException:
+                p.grad = None  # else the next backward would add to it
+                raise
             self._close_at_end()
         grad, p.grad = p.grad, None  # autograd must not add to what the reducer reads
         grad = _dense(grad)  # type: ignore[arg-type]  # autograd has just accumulated it: it is not None
