@@ -712,6 +712,105 @@ def test_a_step_of_ones_own_is_made():
     engine.destroy()
 
 
+class _Raises(torch.optim.Optimizer):
+    """Its second call raises, before it has changed the `at`th parameter."""
+
+    def __init__(self, params, at, **group):
+        super().__init__(params, {"lr": 1e-3, **group})
+        self.at, self.calls = at, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if self.calls == 2 and i == self.at:
+                    raise torch.OutOfMemoryError("[made by the test]")
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_a_step_that_raised_part_way_is_not_made_again(tmp_path):
+    """Some parameters and states would have it twice. Of one that has changed nothing another call makes it."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    cfg = tiny.config(0, micro=8, clip=0.0, optimizer=None, zero_allow_untested_optimizer=True)
+    cfg["fp16"] = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    found = []
+    for at in (0, 3, -1):
+        model = tiny.make_model()
+        engine, *_ = deepc.initialize(model=model, config=cfg, optimizer=_Raises(model.parameters(), at))
+        for number in range(3):
+            engine.backward(engine(*tiny.make_batch(number)))
+            if number == 1 and at >= 0:
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine.step()
+            if number == 1 and at > 0:
+                for call in (engine.step, lambda: engine.backward(engine(*tiny.make_batch(2)))):
+                    with pytest.raises(DeepcError, match=r"step 2 was broken off in its update \(OutOfMemoryError\)"):
+                        call()
+                engine.load_checkpoint(tmp_path)
+                engine.backward(engine(*tiny.make_batch(1)))
+            assert engine.step().applied
+            if number == 0:
+                engine.save_checkpoint(tmp_path)
+        assert engine.global_steps == 3 and engine.optimizer.state_dict()["hyper"]["step"] == 3
+        found.append([*(engine.full_fp32_param(p).clone() for p in model.parameters()), torch.tensor(engine.loss_scale)])
+        engine.destroy()
+    for other in found[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[2], strict=True))
+
+
+def test_hooks_of_the_optimizers_state_dict_are_called():
+    import deepc
+
+    engine, optimizer, *_ = deepc.initialize(model=tiny.make_model(), config=tiny.config(1, micro=8))
+    seen = []
+
+    def more(opt, state):
+        assert opt is optimizer
+        return {**state, "mine": 1}
+
+    def less(opt, state):
+        assert opt is optimizer and state.pop("mine") == 1
+
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append(("save", opt is optimizer)))
+    optimizer.register_state_dict_post_hook(more)
+    optimizer.register_load_state_dict_pre_hook(less)
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(("load", opt is optimizer)))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert saved["mine"] == 1 and seen == [("save", True), ("load", True)]
+    engine.destroy()
+
+
+def test_groups_and_hooks_that_come_later_are_refused():
+    """The script's own optimizer has the same groups: what is added to it would not be trained."""
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    model = tiny.make_model()
+    base = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine, *_ = deepc.initialize(model=model, config=tiny.config(1, micro=8, optimizer=None), optimizer=base)
+    engine.backward(engine(*tiny.make_batch(0)))
+    base.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with pytest.raises(UnsupportedError, match="the optimizer had 1 param group with 26 parameters .* 2 param groups with 27"):
+        engine.step()
+    del base.param_groups[1:]
+    taken = base.param_groups[0]["params"].pop()
+    with pytest.raises(UnsupportedError, match=r"requires_grad_\(False\)"):
+        engine.step()
+    base.param_groups[0]["params"].append(taken)
+    handle = base.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="would not be called"):
+        engine.step()
+    handle.remove()
+    assert engine.step().applied
+    engine.destroy()
+
+
 def test_schedules_and_groups_follow_the_config():
     import deepc
 

@@ -285,12 +285,10 @@ class Engine(EngineBase):
                 self.step_policy.parts,
             )
         reason = norm.reason
-        if self.scaler is not None:
+        if self.scaler is not None and reason:
             scale = self.scaler.loss_scale
-            self.scaler.update_scale(reason != "")
-            self.optimizer.loss_scale = self.scaler.loss_scale
-            if reason:
-                reason += f"; loss scale {scale:g} -> {self.scaler.loss_scale:g}"
+            self._follow_scale(overflow=True)
+            reason += f"; loss scale {scale:g} -> {self.scaler.loss_scale:g}"
         if reason and self._config.bf16.enabled and not self._config.bf16.check_grad_overflow:
             say(self, f"step {self.global_steps + 1}: {reason}, and bf16.check_grad_overflow is false", logging.WARNING)
         elif reason:
@@ -315,15 +313,24 @@ class Engine(EngineBase):
                     self.publish()
                 else:  # parameters that stay are read anew
                     self._on_disk(self.publish)
-        except (KeyboardInterrupt, SystemExit) as exc:  # a notebook goes on behind ^C
-            text = (
-                f"step {self.global_steps + 1} was broken off in its update ({type(exc).__name__}), so that parameters"
-                " and states are changed in part: load a checkpoint, or make the engine anew."
-            )
-            self.left_in_part(text, True)
+        except BaseException as exc:  # a notebook goes on behind ^C, a script behind an optimizer's own errors
+            stopped = isinstance(exc, (KeyboardInterrupt, SystemExit))
+            if stopped or not (self.broken_step or self.optimizer.unchanged or isinstance(exc, CommError)):
+                text = (
+                    f"step {self.global_steps + 1} was broken off in its update ({type(exc).__name__}), so that"
+                    " parameters and states are changed in part: load a checkpoint, or make the engine anew."
+                )
+                self.left_in_part(text, True)
             raise
         self.step_is_whole()
+        self._follow_scale(overflow=False)  # now: what is accumulated has the scale so far, and an update may be repeated
         return StepResult(True, "", None, norm)
+
+    def _follow_scale(self, overflow: bool) -> None:
+        """The loss scale of the next step."""
+        if self.scaler is not None:
+            self.scaler.update_scale(overflow)
+            self.optimizer.loss_scale = self.scaler.loss_scale
 
     def _on_disk(self, part: Callable[[], None]) -> None:
         """A part of the step, and if the disk of some rank breaks it off, the same error on all."""

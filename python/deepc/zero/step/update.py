@@ -158,14 +158,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._parked: dict[str, Array] | None = None  # `states` that are in host memory for a while
+        self.unchanged = True  # whether an update that raised, and not for a disk, has left all as it was
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
-        for when in ("pre", "post"):
-            hooks = vars(base).get(f"_optimizer_step_{when}_hooks", {})
-            if any(h is not _refuse_step for h in hooks.values()):
-                raise UnsupportedError(_NO_HOOKS.format(f"what {_name(base)}.register_step_{when}_hook was given"))
+        self._refuse_hooks()
         self._hook_tables()
+        self._laid_out = self._sizes()
+
+    def _refuse_hooks(self) -> None:
+        for when in ("pre", "post"):
+            hooks = vars(self.base).get(f"_optimizer_step_{when}_hooks", {})
+            if any(h is not _refuse_step for h in hooks.values()):
+                raise UnsupportedError(_NO_HOOKS.format(f"what {_name(self.base)}.register_step_{when}_hook was given"))
+
+    def _sizes(self) -> list[int]:
+        """Of the param groups, the numbers of parameters."""
+        return [len(g["params"]) for g in self.param_groups]
 
     def check_layout(self) -> None:
         """Raises if the update of an element could depend on where its shard ends ("deterministic": "layout")."""
@@ -317,7 +326,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def check_groups(self) -> None:
         """ArgumentError if a param group has a number that the core does not take, or asks for a state that was not
-        made: before a step, because one that fails in its midst has been counted."""
+        made: before a step, because one that fails in its midst has been counted. UnsupportedError if `base` has other
+        groups, or hooks, than it had."""
+        self._refuse_hooks()
+        if (now := self._sizes()) != self._laid_out:
+            raise UnsupportedError(
+                f"engine.step(): the optimizer had {_groups(self._laid_out)} at deepc.initialize and has {_groups(now)}:"
+                " states are laid out once, so that what was added is not trained and what was taken out still is. Put"
+                " them back; freeze parameters by requires_grad_(False), and pass all groups to initialize"
+            )
         for i, (g, kept) in enumerate(zip(self.param_groups, self._keeping)):
             sgd = self._core.kind == SGD_RULE
             names = {"beta1": "momentum", "beta2": "dampening"} if sgd else {"beta1": "betas[0]", "beta2": "betas[1]"}
@@ -541,17 +558,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, grad_scale: float) -> None:
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
-        of the share is updated: `finish` does the rest."""
+        of the share is updated: `finish` does the rest. After another error see `unchanged`."""
+        self.unchanged = True
         for one in (self, self.base):
             private.note_step(one)
-        self._counts.begin(self._left_out)
         self._forget_rest()
         if self._sent is not None:
             self._sent.synchronize()  # the last step's parameters have left
         self._state.settle()
         if not self.core:
             self._update_torch(grad_scale)
-        elif self._across is not None:
+            self._counts.begin(self._left_out)
+            return
+        self.unchanged = False
+        self._counts.begin(self._left_out)
+        if self._across is not None:
             with self._unfinished_at(grad_scale):
                 self._across.update(grad_scale, self._counts)
             self._to_device()
@@ -704,12 +725,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # An optimizer may have put another tensor in the place of a gradient, or none.
         for (s, shard), grad in zip(self._shards, self._grads):
             shard.grad = None if s.param in self._left_out else grad
+        before = self._marks()
         try:
             self._twin.step()
         except BaseException:  # who tries again scales them again
+            self.unchanged = self._marks() == before
             if grad_scale != 1.0:
                 torch.ops.deepc.scale_tensor(st.acc, 1.0 / grad_scale)
             raise
+        self.unchanged = False
         for mine, twin in zip(self.param_groups, self._twin.param_groups):  # some keep states there: Prodigy its `d`
             mine.update({k: v for k, v in twin.items() if k != "params"})
         for (s, shard), grad in zip(self._shards, self._grads):
@@ -722,6 +746,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 st.flat[s.flat_begin : s.flat_begin + s.length].copy_(shard.data.view(-1))
         elif st.flat_host is not None:
             self._to_device()
+
+    def _marks(self) -> list[Any]:
+        """They differ from what they were if parameters, gradients, states or groups of a torch optimizer were changed
+        in between."""
+        twin, places = self._twin, zip(self._shards, self._grads)
+        own = [(shard.data_ptr(), shard._version, grad._version) for (_, shard), grad in places]
+        states = [_mark(twin.state.get(shard)) for _, shard in self._shards]
+        return [own, states, [_mark({k: v for k, v in g.items() if k != "params"}) for g in twin.param_groups]]
 
     # ---- what users call ---------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
@@ -921,7 +953,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._twin.state[shard][k] = _copied(v, shard.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
+        """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint, which
+        calls no hooks."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        out = self._own_state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, out)
+            out = out if changed is None else changed
+        return out
+
+    def _own_state_dict(self) -> dict[str, Any]:
         return {
             "hyper": self.hyper_state(),
             "scalars": {f"{n}/{self._state.names[i]}": _kept(value) for n, i, value in self.scalar_states()},
@@ -932,6 +974,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict  # for hooks to change
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load_own(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
         if isinstance(self._across, MomentumUpdate):
             raise UnsupportedError(
                 f"optimizer.load_state_dict of {type(self.base).__name__} does not exist: its phase and the errors that"
@@ -1054,6 +1105,21 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(v, device) for v in value)
     return {k: _copied(v, device) for k, v in value.items()} if type(value) is dict else deepcopy(value)
+
+
+def _mark(value: Any) -> Any:
+    """See ShardedOptimizer._marks."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return {k: _mark(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mark(v) for v in value]
+    return value if isinstance(value, (int, float, str)) else id(value)
+
+
+def _groups(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} param group{'s' * (len(sizes) != 1)} with {sum(sizes)} parameters"
 
 
 def _kept(value: Any) -> Any:
