@@ -540,6 +540,60 @@ def test_masks_frozen_and_uncompressed_parameters_and_state_dicts(rotated):
     assert torch.equal(one[3], two[3])
 
 
+def _paused(rank, world):
+    """What a rank owes of each parameter, [before, after] steps that leave it alone: it is frozen, or of 0/1 Adam the
+    learning rate of its group is 0."""
+    out = {}
+    for name, rotated in [(n, r) for n in EXTRA for r in (False, True) if n == "OneBitAdam" or not r]:
+        ps = [torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(0))) for s in SHAPES]
+        opt = make(name, [{"params": [p]} for p in ps], rotated=rotated)
+
+        def train(begin, end, ps=ps, opt=opt):
+            for step in range(begin, end):
+                for p, g in zip(ps, gradients(rank, step)):
+                    p.grad = g if p.requires_grad else None
+                opt.step()
+
+        train(0, 11)
+        cases = {"frozen": [0], **({"lr": [2], "all": [0, 1, 2]} if name == "ZeroOneAdam" else {})}
+        for i, (how, paused) in enumerate(cases.items()):
+            begin = 11 + 10 * i
+            if name == "ZeroOneAdam":  # until the ranks have just met
+                while begin == 11 + 10 * i or any(opt.method.lrs):
+                    train(begin, begin + 1)
+                    begin += 1
+            for k in paused:
+                ps[k].requires_grad_(how != "frozen")
+                opt.param_groups[k]["lr"] *= how == "frozen"
+            before, at = spread(opt.method), [p.detach().clone() for p in ps]
+            train(begin, begin + 5)
+            after, places = spread(opt.method), opt.method.places
+            assert all(torch.equal(ps[k], at[k]) for k in paused)
+            for k in paused:
+                for kind in before:
+                    out[name, rotated, how, k, kind] = [places.of(b, k).clone() for b in (before[kind], after[kind])]
+            if 2 not in paused:
+                assert not torch.equal(ps[2], at[2]) and not torch.equal(before["worker"], after["worker"])
+            for k in paused:
+                ps[k].requires_grad_(True)
+                opt.param_groups[k]["lr"] = OPTIONS["lr"]
+        train(40, 44)
+        assert all(bool(torch.isfinite(p).all()) for p in ps)
+        out[name, rotated] = [p.detach().clone() for p in ps] if name != "ZeroOneAdam" else []
+    return out
+
+
+def test_steps_that_leave_a_parameter_alone_leave_what_is_owed_of_it():
+    one, two = run_ranks(_paused, 2)
+    for key, found in one.items():
+        if len(key) == 2:
+            assert all(torch.equal(a, b) for a, b in zip(found, two[key])), key
+            continue
+        for before, after in (found, two[key]):
+            assert torch.equal(before, after), key
+        assert any(float(before.abs().max()) for before, _ in (found, two[key])), key
+
+
 def _under_ddp(rank, world):
     import contextlib
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,10 +210,13 @@ class Method(abc.ABC):
             )
 
     def travel(self, moving: Sequence[Item]) -> None:
-        """The buffer becomes the ranks' mean; what it has of items that are not `moving` stays."""
+        """The buffer becomes the ranks' mean; what it has of items that are not `moving`, and what is owed of them,
+        stays."""
         there = set(map(id, moving))
         views = [(item, self.places.of(self.buffer, i)) for i, item in enumerate(self.sent)]
         before = [(view, view.clone()) for item, view in views if id(item) not in there]
+        still = {i for i, item in enumerate(self.sent) if id(item) not in there}
+        owed = [errors.clone() for errors in self._owed(still)]
         turning = self.rotated and self.exchange.world > 1  # alone nothing is rounded
         for _, view in views if turning else ():
             torch.ops.deepc.rotate_blocks(view)
@@ -224,6 +227,15 @@ class Method(abc.ABC):
                 torch.ops.deepc.rotate_blocks(view)
         for view, values in before:
             view.copy_(values)
+        for k, errors in enumerate(self._owed(still)):
+            errors.copy_(owed[k]) if owed else errors.zero_()  # there were none before the first exchange
+
+    def _owed(self, which: Collection[int]) -> list[torch.Tensor]:
+        """Views of this rank's errors of these of `sent`."""
+        errors = self.exchange.errors() if which else {}
+        owned = self.exchange.owned(self.places.total) if errors else {}
+        found = ((kind, *share) for kind, spans in owned.items() for share in self.places.shares(spans, rests=True))
+        return [errors[kind][at : at + n] for kind, i, _, at, n in found if i in which]
 
     def bound(self, item: Item, momentum: torch.Tensor, times: float = 1.0) -> None:
         """Within max_update of the variance's root, times `times`: an element whose variance is much smaller than its

@@ -45,12 +45,13 @@ class Places:
         to, source = self._filled[buffer.device]
         buffer[to] = buffer[source]
 
-    def shares(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    def shares(self, spans: Sequence[tuple[int, int]], rests: bool = False) -> list[tuple[int, int, int, int]]:
         """(tensor, its element, where in the spans put one after the other, how many) of every tensor's part in
-        elements [begin, end) of the buffer."""
+        elements [begin, end) of the buffer. rests: with the rest of its last block."""
         out, before = [], 0
         for begin, end in spans:
             for i, (at, n) in enumerate(zip(self.begins, self.numels)):
+                n = -(-n // BLOCK) * BLOCK if rests else n
                 lo, hi = max(begin, at), min(end, at + n)
                 if lo < hi:
                     out.append((i, lo - at, before + lo - begin, hi - lo))

@@ -110,6 +110,8 @@ class ZeroOneAdamMethod(Method):
 
     def _meet(self) -> None:
         """All ranks go on from where they last were equal, by the mean of what they have moved since."""
+        if not any(self.lrs):
+            return
         moved = self._moved()
         for _, item in () if self.preconditioned else moved:
             item.states["momentum_accumulator"].mul_(root_of(item))
