@@ -242,38 +242,29 @@ class ModelState:
         raise NotImplementedError
 
     def _refuse_shared_memory(self) -> None:
-        """Each parameter gets memory of its own, so two objects over the same memory would part: at least one of them
-        is trained."""
-        seen: dict[tuple[int, torch.device | None], str] = {}
-        named: list[tuple[str, torch.nn.Parameter]] = [*zip(self.names, self.trained), *self.frozen]
-        for at, (name, p) in enumerate(named):
-            key = (p.data_ptr(), p.device) if p.numel() and not isinstance(p, Released) else (id(p), None)
-            if key in seen and not p.is_meta:
-                raise ConfigError(
-                    f"parameters '{seen[key]}' and '{name}' share memory but are different Parameter objects; tie them"
-                    " by assigning the same Parameter to both modules"
-                )
-            if at < len(self.trained):  # the frozen ones come behind
-                seen[key] = name
-        self._refuse_overlaps(named)
-
-    def _refuse_overlaps(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """The same where one lies in a part of another's memory."""
-        spans: list[tuple[str, int, int, int, str]] = []
-        for at, (name, p) in enumerate(named):
-            if not isinstance(p, Released) and p.numel() and not p.is_meta and p.is_contiguous():
-                spans.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, at, name))
-        ends: dict[tuple[str, bool], tuple[int, str]] = {}  # (device, trained) -> how far they have come, and who
-        for device, begin, end, at, name in sorted(spans):
-            trained = at < len(self.trained)
-            for others in (True, False) if trained else (True,):
-                far, other = ends.get((device, others), (0, ""))
+        """Each parameter gets memory of its own, so two objects over the same memory, or over a part of it, would part:
+        at least one of them is trained."""
+        spans: list[tuple[str, int, int, bool, str]] = []
+        for at, (name, p) in enumerate([*zip(self.names, self.trained), *self.frozen]):
+            if p.numel() and not p.is_meta and not isinstance(p, Released):
+                begin = p.data_ptr()  # of one with holes, where another may lie, the first element
+                end = begin + (p.nbytes if p.is_contiguous() else p.itemsize)
+                spans.append((str(p.device), begin, end, at >= len(self.trained), name))
+        ends: dict[tuple[str, bool], tuple[int, int, str]] = {}  # (device, frozen) -> who has come furthest: end, begin
+        for device, begin, end, frozen, name in sorted(spans):
+            for others in (False,) if frozen else (False, True):
+                far, first, other = ends.get((device, others), (0, 0, ""))
+                if begin < far and begin == first:
+                    raise ConfigError(
+                        f"parameters '{other}' and '{name}' share memory but are different Parameter objects; tie them"
+                        " by assigning the same Parameter to both modules"
+                    )
                 if begin < far:
                     raise ConfigError(
                         f"parameter '{name}' lies in a part of the memory of '{other}', and each gets memory of its"
                         " own: make it a view of that parameter in forward, or copy its values (clone)"
                     )
-            ends[device, trained] = max(ends.get((device, trained), (0, "")), (end, name))
+            ends[device, frozen] = max(ends.get((device, frozen), (0, 0, "")), (end, begin, name))
 
     def _segments_by_param(self) -> list[list[Segment]]:
         out: list[list[Segment]] = [[] for _ in self.trained]
