@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from deepc.errors import ArgumentError, CheckpointError, ConfigError, DeepcError
-from ranks import for_this_job, run_quietly
+from ranks import for_this_job, run_quietly, run_ranks
 from torch import nn
 
 
@@ -462,14 +462,18 @@ class Odd(torch.nn.Module):
         self.register_buffer("back", turn.clone().conj())
         self.register_buffer("graph", (torch.eye(3) * filled).to_sparse())
         self.spin = torch.nn.Parameter(turn.clone(), requires_grad=False)
+        codes = (torch.arange(7.0) * filled).to(torch.float8_e4m3fn)
+        self.register_buffer("scaled", codes)
+        self.codes = torch.nn.Parameter(codes.clone(), requires_grad=False)
 
     def forward(self, x):
-        return self.linear(x).square().mean() * self.turn.abs().mean()
+        return self.linear(x.to(self.linear.weight.dtype)).float().square().mean() * self.turn.abs().mean()
 
 
 def odd_values(module):
     named = [*module.named_buffers(), *module.named_parameters()]
-    return {n: t.detach().to_dense() if t.layout != torch.strided else t.detach().clone() for n, t in named}
+    whole = {n: t.detach().to_dense() if t.layout != torch.strided else t.detach().clone() for n, t in named}
+    return {n: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for n, t in whole.items()}
 
 
 def _odd(rank, world, folder):
@@ -500,6 +504,36 @@ def _odd(rank, world, folder):
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_buffers_of_any_layout_and_complex_ones(world, tmp_path):
     assert all(run_quietly(_odd, world, str(tmp_path)))
+
+
+def _kept(rank, world, streamed):
+    """What is no float of 16 bits or more keeps its dtype whatever the model computes in, with rank 0's values."""
+    import deepc
+
+    want = {n: v for n, v in odd_values(Odd()).items() if n in ("codes", "scaled", "spin", "turn")}
+    for stage in (3,) if streamed else (0, 3):
+        cfg = tiny.config(stage, micro=4, precision="bf16", clip=0.0)
+        engine, *_ = deepc.initialize(model=Odd(filled=rank == 0), config=cfg)
+        engine.backward(engine(torch.ones(2, 4)))
+        assert engine.step().applied and engine.module.linear.weight.dtype == torch.bfloat16
+        got = odd_values(engine.module)
+        assert all(torch.equal(got[n], v) and got[n].dtype == v.dtype for n, v in want.items())
+        state = engine.module_state_dict()
+        assert state["codes"].dtype == state["scaled"].dtype == torch.float8_e4m3fn
+        engine.load_module_state_dict({n: t if t.dtype != torch.bfloat16 else t * 0 for n, t in state.items()})
+        got = odd_values(engine.module)
+        assert all(torch.equal(got[n], v) for n, v in want.items())
+        engine.destroy()
+    model = Odd()
+    model.codes.requires_grad_(True)
+    with pytest.raises(ConfigError, match="'codes' is torch.float8_e4m3fn; .* 16 bits and more"):
+        deepc.initialize(model=model, config=tiny.config(0, micro=4, precision="bf16"))
+    return True
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_codes_and_complex_numbers_are_not_cast(streamed):
+    assert all(run_ranks(_kept, 2, args=(streamed,), env={"DEEPC_STREAMED": str(int(streamed))}))
 
 
 def _old(rank, world, folder):

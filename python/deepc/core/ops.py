@@ -75,6 +75,12 @@ def name_of(dtype: torch.dtype) -> str:
     return _DTYPES[dtype].name if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
+def casts(t: torch.Tensor) -> bool:
+    """Whether a parameter or buffer follows the dtype that its model computes in: floating-point ones do, but for those
+    of 8 bits and less, which are codes, with scales elsewhere."""
+    return t.is_floating_point() and t.itemsize > 1
+
+
 def code(dtype: torch.dtype, what: str = "tensor") -> int:
     """The C core's code of `dtype`; ArgumentError naming `what` if the core does not know it."""
     try:

@@ -27,6 +27,7 @@ from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import patches
+from ..core.ops import casts
 from ..errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
 from ..offload.place import make_folder
 from .parameters import around
@@ -553,7 +554,7 @@ class Init:
             return
         if torch.nn.parameter.is_lazy(p) or p.device.type != "cpu" or p.layout != torch.strided:
             return
-        self.home.take(p, self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype)
+        self.home.take(p, self.dtype if self.dtype is not None and casts(p) else p.dtype)
 
 
 _active: list[Init] = []

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ..core.ops import casts
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment, padded
 from ..plan.plan import Plan
-from .parameters.gathered import Params, SharedMemory, Whole
+from .parameters.gathered import Params, SharedMemory, Whole, broadcast_bytes
 from .parameters.param import share, unshare
 from .state import Flats, ModelState
 
 if TYPE_CHECKING:
-    from ..comm.groups import Group, MemoryGroup
+    from ..comm.groups import MemoryGroup
 
 
 class WholeFlats:
@@ -58,7 +59,7 @@ class WholeFlats:
         return parameter(state, index).view(p.shape)
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
-        if state.frozen_flat is not None and p.is_floating_point():
+        if state.frozen_flat is not None and casts(p):
             view = state.frozen_flat[self._frozen_at : self._frozen_at + p.numel()]
             self._frozen_at += padded(p.numel())
             if self._writes(state):
@@ -66,9 +67,9 @@ class WholeFlats:
             p.data = view.view(p.shape)
             share(p)
             return
-        p.data = p.data.to(device=state.device, dtype=state.dtype if p.is_floating_point() else p.dtype)
+        p.data = p.data.to(device=state.device, dtype=state.dtype if casts(p) else p.dtype)
         if state.plan.world > 1:
-            broadcast(state.group, p.data)
+            broadcast_bytes(state.group, p.data, 0)
 
     def spread(self, state: ModelState) -> None:
         if state.segment is not None:
@@ -102,16 +103,6 @@ def parameter(state: ModelState, index: int) -> torch.Tensor:
     return state.flat[offset : offset + state.plan.layout.numels[index]]
 
 
-def broadcast(group: Group, tensor: torch.Tensor) -> None:
-    """Rank 0's values of a tensor of any layout. Collective."""
-    if tensor.is_contiguous():
-        group.broadcast(tensor.view(-1), 0)
-    else:
-        copy = tensor.contiguous()
-        group.broadcast(copy.view(-1), 0)
-        tensor.copy_(copy)
-
-
 class ResidentState(ModelState):
     """The model states of a rank whose parameters stay."""
 
@@ -126,7 +117,7 @@ class ResidentState(ModelState):
         self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
 
     def watches(self, p: torch.nn.Parameter) -> bool:
-        return self.segment is not None and p.is_floating_point()
+        return self.segment is not None and casts(p)
 
     def full_param(self, index: int) -> torch.Tensor:
         return parameter(self, index)
@@ -197,8 +188,8 @@ class ResidentState(ModelState):
         """The frozen parameters, and where each would lie in frozen_flat."""
         at = 0
         for _, p in self.frozen:
-            yield p, at if p.is_floating_point() else None
-            at += padded(p.numel()) if p.is_floating_point() else 0
+            yield p, at if casts(p) else None
+            at += padded(p.numel()) if casts(p) else 0
 
 
 def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:

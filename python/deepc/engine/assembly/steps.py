@@ -18,7 +18,7 @@ from ...comm import start as comm
 from ...config.rules import default_optimizer
 from ...config.tree import Config
 from ...core import cpu, env, memory
-from ...core.ops import dtype_of
+from ...core.ops import casts, dtype_of
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name, in_both_kinds
@@ -420,13 +420,16 @@ def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, traine
             f" {engine.dtype}; a parameter has one dtype: use the same precision for both"
         )
     plain_fp32 = engine.dtype == torch.float32 and engine.auto_precision is None
-    if plain_fp32 and p.is_floating_point() and p.dtype not in (torch.float32,) and trained:
+    if plain_fp32 and casts(p) and p.dtype not in (torch.float32,) and trained:
         raise ConfigError(
             f"parameter '{name}' is {p.dtype} and the config asks for fp32 training; set bf16.enabled or"
             " fp16.enabled, or pass model.float()"
         )
-    if trained and not p.is_floating_point():
-        raise ConfigError(f"parameter '{name}' is {p.dtype}; only floating-point parameters can be trained")
+    if trained and not casts(p):
+        raise ConfigError(
+            f"parameter '{name}' is {p.dtype}; floating-point parameters of 16 bits and more can be trained: set"
+            " requires_grad_(False), or give it another dtype"
+        )
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -543,12 +546,12 @@ def place_buffers(engine: EngineBase) -> None:
     """The model's buffers go to the device, in the dtype of training, with rank 0's values. Those of a model that came
     in the dtype of evaluation stay in theirs: it was made so (rotary frequencies in fp32). Collective."""
     dtype = engine.step_policy.buffer_dtype
-    floats = {p.dtype for p in engine.module.parameters() if p.is_floating_point()}
-    casts = engine.plan.layout.total > 0 or floats != {engine.dtype}
+    floats = {p.dtype for p in engine.module.parameters() if casts(p)}
+    all_of_them = engine.plan.layout.total > 0 or floats != {engine.dtype}
     for module in engine.module.modules():
         for b in module._buffers.values():
             if b is not None:
-                wanted = dtype if casts and b.is_floating_point() else b.dtype
+                wanted = dtype if all_of_them and casts(b) else b.dtype
                 b.data = b.data.to(device=engine.device, dtype=wanted)
     if engine.group.world > 1:
         for _, b in engine.module.named_buffers():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Union, cast
 import torch
 
 from ...core import dtypes
-from ...core.ops import name_of, torch_dtype
+from ...core.ops import casts, name_of, torch_dtype
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
 
@@ -193,7 +193,7 @@ class _Source:
             elif id(t) in scales and dtype != torch.int8:
                 yield name, int8.dequantize(self._read(t), self._read(scales[id(t)]), floats)
             elif id(t) not in as_scales or dtype == torch.int8:
-                yield name, self._read(t).to(t.dtype if not t.is_floating_point() else floats)
+                yield name, self._read(t).to(floats if casts(t) else t.dtype)
 
     @torch.no_grad()
     def _of_all_ranks(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,7 +205,7 @@ class _Source:
         whole = of_all_ranks(engine, own, keeps=self.rank == 0)
         for name, t in whole.items() if self.rank == 0 else ():
             if name not in ties:
-                yield name, t.to(dtype) if t.is_floating_point() else t
+                yield name, t.to(dtype) if casts(t) else t
 
     def _shard(self, t: torch.Tensor) -> torch.Tensor:
         """What this rank has of `t`, trained ones in fp32. Collective over those that own parts of it."""
@@ -252,9 +252,7 @@ def _export_checkpoint(
     from ...checkpoint import write_model
 
     with open_weights(source, tag, average) as weights:
-        rows = (
-            (n, t.to(dtype) if t.is_floating_point() else t) for n, t in ((n, weights.tensor(n)) for n in weights.names)
-        )
+        rows = ((n, t.to(dtype) if casts(t) else t) for n, t in ((n, weights.tensor(n)) for n in weights.names))
         return write_model(folder, rows, max_shard_bytes, metadata={"deepc.weights": name_of(dtype)})
 
 

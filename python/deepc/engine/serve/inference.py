@@ -23,6 +23,7 @@ import torch
 
 from ...comm import start as comm
 from ...config.tree import Config
+from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
 from ...parallel.pipeline.part import evaluating
@@ -150,11 +151,11 @@ class _Builder:
                 "checkpoint in that dtype"
             )
         self.int8 = asked == torch.int8 or bool(self.stored_int8)
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        own = next((p.dtype for p in model.parameters() if casts(p)), torch.float32)
         self.dtype = own if asked is None or asked == torch.int8 else asked
         # A model that keeps its own dtype keeps that of each tensor: some are fp32 on purpose (a router's weights).
         self._as_it_is = asked is None and not self.int8
-        differ = any(p.is_floating_point() and p.dtype != self.dtype for p in model.parameters())
+        differ = any(casts(p) and p.dtype != self.dtype for p in model.parameters())
         if self._as_it_is and differ and zero is not None:
             raise UnsupportedError(
                 "the model's parameters have several dtypes, which weights that are streamed have not: pass dtype="
@@ -217,7 +218,7 @@ class _Builder:
                 keep_bytes(layer.weight_scale)
         with torch.no_grad():
             for b in self.model.buffers() if self._cast_buffers else ():  # as in memory (_cast)
-                b.data = b.data.to(self.dtype) if b.is_floating_point() else b.data
+                b.data = b.data.to(self.dtype) if casts(b) else b.data
         self._load_extra()
         config = _config(zero, self.dtype, self.device)
         engine = initialize(
@@ -298,7 +299,7 @@ class _Builder:
 
     def _dtype_of(self, t: torch.Tensor, kept: set[int]) -> torch.dtype:
         """What `t` has as a part of the model for inference."""
-        return self.dtype if t.is_floating_point() and id(t) not in kept and not self._as_it_is else t.dtype
+        return self.dtype if casts(t) and id(t) not in kept and not self._as_it_is else t.dtype
 
     @torch.no_grad()
     def _cast(self) -> None:

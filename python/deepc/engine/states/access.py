@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...core.foreign import private
+from ...core.ops import casts
 from ...errors import ArgumentError, DiskError, UnsupportedError
 from ...parallel.expert.spread import gather_experts, own_experts
 from ...parallel.tensor.group import tensor_group, whole_of, whole_state_dict
@@ -529,7 +530,7 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
             engine.guard.modified(params)
         return
     engine.guard.refuse_writes()
-    private = [p for p in params if not p.is_floating_point()]
+    private = [p for p in params if not casts(p)]
     whole = SharedMemory(engine.group, params, 0, copies=False, private=private)
     whole.begin()
     error: Exception | None = None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ...core import memory
+from ...core.ops import casts
 from ...zero.tiers.split import parts_of
 from ...zero.tiers.windows import Parked
 
@@ -60,7 +61,7 @@ def parameters(engine: Any) -> int:
         shard = _nbytes([state.flat]) if state.plan.sharded else 0
         return int(streamed.live_elems) * int(state.plan.dtype.itemsize) + shard
     flat = [state.flat, state.frozen_flat] if state.segment is None else []
-    frozen = [p for _, p in state.frozen if state.frozen_flat is None or not p.is_floating_point()]
+    frozen = [p for _, p in state.frozen if state.frozen_flat is None or not casts(p)]
     return _nbytes(_on(engine.device, [*flat, *frozen]))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ...comm import start
+from ...core.ops import casts
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
@@ -372,9 +373,9 @@ def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """module.to(dtype), which fake tensors don't allow."""
     for m in module.modules():
         for name, p in m._parameters.items():
-            if p is not None and p.is_floating_point():
+            if p is not None and casts(p):
                 m._parameters[name] = torch.nn.Parameter(p.detach().to(dtype), p.requires_grad)
-        m._buffers.update((n, b.to(dtype)) for n, b in m._buffers.items() if b is not None and b.is_floating_point())
+        m._buffers.update((n, b.to(dtype)) for n, b in m._buffers.items() if b is not None and casts(b))
     return module
 
 

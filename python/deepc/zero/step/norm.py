@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...core.lib import C
+from ...core.ops import casts
 from ...errors import DiskError, NonFiniteError
 from ..tiers.agree import together
 from ..tiers.windows import Window
@@ -258,4 +259,4 @@ def first_weight_not_finite(state: ModelState, guard: Guard) -> str:
 
 
 def _finite(values: torch.Tensor) -> bool:
-    return not values.is_floating_point() or bool(torch.isfinite(values).all())
+    return not casts(values) or bool(torch.isfinite(values).all())

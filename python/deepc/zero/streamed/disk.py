@@ -13,13 +13,13 @@ import torch
 
 from ...comm.groups import MultiNodeGroup
 from ...core import memory
+from ...core.ops import casts
 from ...errors import DeepcError, DiskError, UnsupportedError
 from ...offload.array import BLOCK, DiskArray, DiskRead, Place, Window
 from ...plan.layout import ALIGN, Segment, keeps_bytes, padded
 from ...plan.plan import Plan
-from ..parameters.gathered import Params
+from ..parameters.gathered import Params, broadcast_bytes
 from ..parameters.param import FlatUnit, as_slots, slots
-from ..resident import broadcast
 from ..shards import give
 from ..sources import Piece, Source
 from ..state import ModelState
@@ -144,9 +144,9 @@ class DiskFlats:
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
         known = give(p, read=state.group.leader)
-        if not p.is_floating_point() and not keeps_bytes(p):
+        if not casts(p) and not keeps_bytes(p):
             p.data = p.data.to(state.device)
-            broadcast(state.group, p.data)
+            broadcast_bytes(state.group, p.data, 0)
             return
         self._frozen_at[id(p)] = self._frozen_end
         value = as_slots(p, p.data, state.dtype)

@@ -11,12 +11,13 @@ import torch
 
 from ...core import memory
 from ...core.foreign import private
+from ...core.ops import casts
 from ...errors import CommError, DiskError
 from ...offload.array import Window
 from ...plan.layout import Segment, keeps_bytes, padded
 from ..parameters.gathered import Params, Whole, broadcast_bytes
 from ..parameters.param import as_slots, share
-from ..resident import WholeFlats, broadcast
+from ..resident import WholeFlats
 from ..shards import give
 from ..sources import CollectiveSource, HostSource, NodeSource, Piece, Source
 from ..state import Flats, ModelState, ranks_of
@@ -75,7 +76,7 @@ class HostFlats(NodeFlats):
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
         give(p)
-        if not (p.is_floating_point() or keeps_bytes(p)):
+        if not (casts(p) or keeps_bytes(p)):
             super().put_frozen(state, p)
             return
         value = as_slots(p, p.data, state.dtype)
@@ -123,10 +124,10 @@ class ShardFlats:
         return torch.empty(0, dtype=state.dtype, device=state.device)  # a view of its unit soon
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
-        if not p.is_floating_point():
+        if not casts(p):
             give(p)
             p.data = p.data.to(state.device)
-            broadcast(state.group, p.data)
+            broadcast_bytes(state.group, p.data, 0)
             return
         value = self._from_rank_0(state, p, state.dtype)
         self._frozen_at[id(p)] = (self._frozen_end, p.numel())
@@ -369,7 +370,7 @@ class StreamedState(ModelState):
 
     def whole(self, params: Params, writer: int | None) -> Whole:
         held = [p for p in params if self.units.holds(p)]
-        own = [p for p in params if not self.units.holds(p)]  # frozen, of every rank: not floating-point
+        own = [p for p in params if not self.units.holds(p)]  # frozen, of every rank: not cast
         return _Gathered(self, held, writer, own)
 
     def keep_gathered(self) -> Whole:

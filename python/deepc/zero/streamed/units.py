@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.foreign import private
+from ...core.ops import casts
 from ...core.telemetry import waits
 from ...errors import DiskError, ReleasedParameterError
 from ...plan.layout import keeps_bytes
@@ -131,7 +132,7 @@ class StreamedUnits:
         config: ZeroConfig,
     ) -> None:
         place = {id(p): i for i, p in enumerate(trained)}
-        wanted = {*place, *(id(p) for p in frozen if p.is_floating_point() or keeps_bytes(p))}
+        wanted = {*place, *(id(p) for p in frozen if casts(p) or keeps_bytes(p))}
         elems = {
             id(p): slots(p, math.prod(self._shapes[id(p)]), like.dtype) for p in (*trained, *frozen) if id(p) in wanted
         }

@@ -11,6 +11,7 @@ import torch
 
 from ....core import memory
 from ....core.foreign import patches
+from ....core.ops import casts
 from ....errors import ArgumentError
 from ....nn import rows
 from ..shapes import WithoutValues, Work
@@ -159,7 +160,7 @@ class FakeModel:
 
     def _fake(self, value: torch.Tensor, parameter: bool) -> torch.Tensor:
         if id(value) not in self._swapped:
-            dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
+            dtype = self._dtype if self._dtype is not None and casts(value) else value.dtype
             device = value.device if value.device.type != "meta" or id(value) in self._away else torch.device("cpu")
             with self._mode, torch.no_grad():
                 new = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
