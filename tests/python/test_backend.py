@@ -1164,6 +1164,29 @@ def test_a_time_out_may_be_of_any_length():
     comm.close()
 
 
+def test_a_communicator_is_not_freed_under_a_message_that_starts():
+    import threading
+
+    from deepc.comm import shared
+    from deepc.errors import ArgumentError
+
+    timeout = datetime.timedelta(seconds=60)
+    comm = shared.open_comm(dist.HashStore(), 0, 1, label="alone", timeout=timeout, slot_bytes=4096, slots=2)
+    closing = threading.Thread(target=comm.close)
+
+    def start(handle, *_):
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive() and handle
+        return 0
+
+    comm._message(start, torch.zeros(1), 0, 0)
+    closing.join()
+    assert not comm.is_sound
+    with pytest.raises(ArgumentError, match="communicator alone is closed"):
+        comm.isend(torch.zeros(1), 0)
+
+
 def test_node_id(monkeypatch):
     from deepc.comm import place
 

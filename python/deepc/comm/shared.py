@@ -233,7 +233,8 @@ class Comm:
     @property
     def is_sound(self) -> bool:
         """Open, and no error has broken it."""
-        return bool(self._handle) and not C.dc_comm_error(self._handle)
+        with self._alive:
+            return bool(self._handle) and not C.dc_comm_error(self._handle)
 
     def barrier(self, tag: int = 0, note: str = "") -> None:
         """Returns when every rank has called it with the same tag. note: goes behind the caller's line in messages."""
@@ -363,19 +364,9 @@ class Comm:
     def _message(self, start: Callable[..., int], tensor: torch.Tensor, peer: int, tag: int) -> Request:
         require(tensor, "tensor")
         dtype, per, _ = copy_code(tensor.dtype)
-        handle = ctypes.c_void_p()
-        check(
-            start(
-                self.handle,
-                tensor.data_ptr(),
-                tensor.numel() * per,
-                dtype,
-                peer,
-                tag,
-                caller_line(2)[-63:],
-                ctypes.byref(handle),
-            )
-        )
+        numel, where, handle = tensor.numel() * per, caller_line(2)[-63:], ctypes.c_void_p()
+        with self._alive:  # starting waits for nobody
+            check(start(self.handle, tensor.data_ptr(), numel, dtype, peer, tag, where, ctypes.byref(handle)))
         return Request(handle.value or 0, tensor)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
