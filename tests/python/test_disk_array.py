@@ -127,6 +127,32 @@ def test_a_window_has_memory_for_what_is_under_way(make):
     assert not window.tensor(0, 8 * 4096).any(), "its memory has gone back"
 
 
+class _LargePages:
+    """A map of a kernel with pages of 64 KiB (arm64): whole pages go, and none in part."""
+
+    def __init__(self, window):
+        self.bytes = window.tensor(0, window.array.numel).view(torch.uint8)
+
+    def madvise(self, advice, begin, length):
+        assert begin % 65536 == 0
+        self.bytes[begin : -(-(begin + length) // 65536) * 65536] = 0
+
+
+def test_large_pages_have_elements_of_two_parts(make, monkeypatch):
+    from deepc.offload import array as module
+
+    monkeypatch.setattr(module, "_PAGE", 65536)
+    array = make(16 * 4096)
+    window = module.Window(array)
+    window._map = _LargePages(window)
+    ends = [0, 3, 4, 13, 16]  # 64 KiB are 4 of these blocks
+    for first in range(4):
+        values = window.tensor(0, array.numel).copy_(torch.arange(1.0, array.numel + 1))
+        lo, hi = (4096 * end for end in ends[first : first + 2])
+        window.drop(lo, hi)
+        assert not values[lo:hi].any() and values[:lo].all() and values[hi:].all()
+
+
 def test_places(tmp_path):
     from deepc.errors import DamagedError
     from deepc.offload.array import DiskPlaces

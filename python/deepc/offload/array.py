@@ -27,6 +27,7 @@ from .place import ALIGN, empty
 
 BLOCK = 4096  # elements that have a checksum together
 _TRANSFER = 256 << 10  # bytes that are moved at once: small, because unaligned ones have buffers of this size
+_PAGE = mmap.PAGESIZE  # 4 KiB, but 16 or 64 KiB on some arm64
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux; Python has the name since 3.13
 
 
@@ -441,9 +442,16 @@ class Window:
         self._failure = None
 
     def drop(self, lo: int, hi: int) -> None:
-        """Their memory goes, unwritten."""
-        if lo < hi:
-            self._map.madvise(mmap.MADV_DONTNEED, lo * self._size, (hi - lo) * self._size)
+        """Their memory goes, unwritten; where their first and last pages have other elements too, these stay."""
+        begin, end = lo * self._size, hi * self._size
+        first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+        else:  # no whole page
+            first = last = end
+        for at, to in ((begin, first), (last, end)):
+            if at < to:
+                ctypes.memset(self.base + at, 0, to - at)
 
     def abandon(self) -> None:
         """Fetches that nobody waits for any more."""
