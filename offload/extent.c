@@ -15,6 +15,10 @@
  * that does not agree with the table was torn or lost. With one copy there is no place where the table does not point,
  * so there a value is torn by the end of the process, which the checksum tells.
  *
+ * After an fdatasync that failed, what it was to bring to disk may be gone though the next one succeeds (Rebello et
+ * al., "Can applications recover from fsync failures?", USENIX ATC 2020): such values are dropped, and no commit has
+ * them.
+ *
  * Owns the file and the tables in memory. `lock` guards the states; it is taken inside of the file's (hooks), so
  * nothing of file.c is called under it. */
 #include "file.h"
@@ -54,6 +58,7 @@ struct extent {
   struct entry now, committed;
   int reading;
   bool writing, failed;
+  bool dropped, committed_dropped; /* `now`, `committed`: an fdatasync that was to bring it to disk has failed */
 };
 
 struct dc_extents {
@@ -63,6 +68,8 @@ struct dc_extents {
   int copies;
   pthread_mutex_t lock;
   bool committing;
+  bool settled; /* the directory is on disk */
+  uint64_t durable; /* values up to this generation are */
   bool unsure; /* a commit failed behind the point from which its super block may be on disk */
   bool named;  /* the folder's entry of the file is on disk, or it has none */
   struct extent *e;
@@ -129,13 +136,41 @@ static void *extent_blocks(int64_t bytes) {
 }
 
 /* ---- super block and table --------------------------------------------------------------------------------------- */
+static int64_t extent_directory_bytes(int64_t count) { return dc__round_up(count * (int64_t)sizeof(int64_t), BLOCK); }
+
+static int extent_write_directory(dc_extents *x, uint32_t *crc) {
+  const int64_t bytes = extent_directory_bytes(x->count);
+  int64_t *directory = extent_blocks(bytes);
+  if (!directory) return DC_FAIL(DC_E_NOMEM, "%lld bytes", (long long)bytes);
+  for (int64_t i = 0; i < x->count; i++) directory[i] = x->e[i].capacity;
+  *crc = dc_crc32c(0, directory, (size_t)bytes);
+  const dc_piece piece = {directory, bytes, SUPERS * BLOCK};
+  const int rc = dc_file_write(x->file, &piece, 1);
+  free(directory);
+  return rc;
+}
+
+/* All that was written: values up to `generation`, and what holds them. */
+static int extent_sync(dc_extents *x, uint64_t generation) {
+  const int rc = dc_file_sync(x->file);
+  pthread_mutex_lock(&x->lock);
+  for (int64_t i = 0; i < x->count && rc; i++) {
+    struct extent *e = &x->e[i];
+    e->dropped |= e->now.generation > x->durable;
+    e->committed_dropped |= e->committed.generation > x->durable;
+  }
+  if (!rc) x->durable = generation;
+  pthread_mutex_unlock(&x->lock);
+  return rc;
+}
+
 static int extent_write_super(dc_extents *x, const struct super *super, int64_t slot, bool durable) {
   struct super *block = extent_blocks(BLOCK);
   if (!block) return DC_FAIL(DC_E_NOMEM, "%s: a super block", dc__file_path(x->file));
   *block = *super;
   const dc_piece piece = {block, BLOCK, slot * BLOCK};
   int rc = dc_file_write(x->file, &piece, 1);
-  if (!rc && durable) rc = dc_file_sync(x->file);
+  if (!rc && durable) rc = extent_sync(x, super->generation);
   free(block);
   return rc;
 }
@@ -168,7 +203,7 @@ static int extent_write_tables(dc_extents *x, uint64_t generation, bool durable,
   const int64_t which = (int64_t)(generation % SUPERS);
   const dc_piece to_table = {table, x->table_bytes, x->table_offset + which * x->table_bytes};
   int rc = dc_file_write(x->file, &to_table, 1);
-  if (!rc && durable) rc = dc_file_sync(x->file);
+  if (!rc && durable) rc = extent_sync(x, generation);
   if (!rc) {
     *begun = true;
     rc = extent_write_super(x, written, which, durable);
@@ -212,8 +247,6 @@ static int extent_check_blocks(const dc_extents *x, const char *what, const void
              : DC_FAIL(DC_E_CORRUPT, "%s: the %s of generation %llu is damaged (its checksum differs)",
                        dc__file_path(x->file), what, (unsigned long long)x->super.generation);
 }
-
-static int64_t extent_directory_bytes(int64_t count) { return dc__round_up(count * (int64_t)sizeof(int64_t), BLOCK); }
 
 /* What the file says of its extents, against what the caller expects. */
 static int extent_read_directory(dc_extents *x, const int64_t *capacity, int64_t count) {
@@ -283,24 +316,17 @@ static int extent_make(dc_extents *x, const int64_t *capacity, int64_t count, in
     return DC_FAIL(DC_E_NOMEM, "%s: %lld extents", path, (long long)count);
   DC_TRY(extent_lay_out(capacity, count, x->copies, x->e, &x->table_offset, &end));
   DC_TRY(dc__file_reserve(x->file, end));
-  const int64_t bytes = extent_directory_bytes(count);
-  int64_t *directory = extent_blocks(bytes);
-  if (!directory) return DC_FAIL(DC_E_NOMEM, "%lld bytes", (long long)bytes);
-  memcpy(directory, capacity, (size_t)count * sizeof *capacity);
   memcpy(x->super.magic, extent_super_magic, 8);
   x->super.version = VERSION;
   x->super.copies = (uint32_t)x->copies;
   x->super.count = (uint64_t)count;
   x->super.id = extent_new_id();
-  x->super.directory_crc = dc_crc32c(0, directory, (size_t)bytes);
-  const dc_piece piece = {directory, bytes, SUPERS * BLOCK};
-  const int rc = dc_file_write(x->file, &piece, 1);
-  free(directory);
+  DC_TRY(extent_write_directory(x, &x->super.directory_crc));
   struct super made;
   bool begun;
-  if (!rc) DC_TRY(extent_write_tables(x, 0, false, &made, &begun));
-  if (!rc) x->super = made;
-  return rc;
+  DC_TRY(extent_write_tables(x, 0, false, &made, &begun));
+  x->super = made;
+  return DC_OK;
 }
 
 /* empty: what the file holds goes; not before the lock says that nobody else has it. */
@@ -313,6 +339,8 @@ static int extent_open(dc_extents *x, const int64_t *capacity, int64_t count, in
     return DC_FAIL(DC_E_SHAPE, "%s keeps %u copies of an extent, %d are expected", dc__file_path(x->file),
                    x->super.copies, copies);
   DC_TRY(extent_read_directory(x, capacity, count));
+  x->durable = x->super.generation;
+  x->settled = x->durable > 0;
   return extent_read_table(x);
 }
 
@@ -366,7 +394,7 @@ static void extent_complete(void *owner, int status) {
   struct extent *e = &o->x->e[o->extent];
   pthread_mutex_lock(&o->x->lock);
   if (o->writes) {
-    e->writing = false;
+    e->writing = e->dropped = false;
     e->failed = status != DC_OK;
     e->now = status ? (struct entry){0} : o->entry;
   } else {
@@ -541,11 +569,14 @@ int dc_extents_commit(dc_extents *x, int durable) {
   DC_TRY(extent_stand_still(x));
   int rc = DC_OK;
   for (int64_t i = 0; i < x->count && !rc; i++)
-    if (x->e[i].failed)
-      rc = DC_FAIL(DC_E_STATE, "%s can't be committed: a write of extent %lld failed; write it again, or roll back",
-                   dc__file_path(x->file), (long long)i);
+    if (x->e[i].failed || x->e[i].dropped)
+      rc = DC_FAIL(DC_E_STATE, "%s can't be committed: %s extent %lld failed; write it again, or roll back",
+                   dc__file_path(x->file), x->e[i].failed ? "a write of" : "the sync that was to bring to disk",
+                   (long long)i);
   struct super written;
   bool begun = false;
+  uint32_t crc;
+  if (!rc && durable && !x->settled) rc = extent_write_directory(x, &crc);
   if (!rc && durable && !x->named) rc = extent_sync_folder(x);
   if (!rc) rc = extent_write_tables(x, x->super.generation + 1, durable, &written, &begun);
   pthread_mutex_lock(&x->lock);
@@ -554,7 +585,8 @@ int dc_extents_commit(dc_extents *x, int durable) {
   } else {
     x->unsure = false;
     x->super = written;
-    for (int64_t i = 0; i < x->count; i++) x->e[i].committed = x->e[i].now;
+    x->settled |= durable;
+    for (int64_t i = 0; i < x->count; i++) x->e[i].committed = x->e[i].now, x->e[i].committed_dropped = false;
   }
   x->committing = false;
   pthread_mutex_unlock(&x->lock);
@@ -569,8 +601,10 @@ int dc_extents_rollback(dc_extents *x) {
   for (int64_t i = 0; i < x->count && !rc; i++) {
     x->e[i].now = x->e[i].committed;
     x->e[i].failed = false;
+    x->e[i].dropped = x->e[i].committed_dropped;
   }
   x->unsure &= rc != DC_OK;
+  if (!rc && x->durable > x->super.generation) x->durable = x->super.generation; /* the number is given again */
   x->committing = false;
   pthread_mutex_unlock(&x->lock);
   return rc;

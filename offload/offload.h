@@ -153,8 +153,10 @@ DC_API int dc_extent_read(dc_extents *x, int64_t extent, void *data, int64_t byt
 DC_API int dc_extent_read_start(dc_extents *x, int64_t extent, void *data, int64_t bytes, dc_io **out);
 /* Waits for all writes and makes the generation in the making the file's. durable: also against a loss of power
  * (fdatasync, twice); 0: against the end of the process. DC_E_STATE, and nothing is changed, if a write failed and was
- * not repeated. If the commit itself fails the generation stays in the making and may be committed again; where it may
- * have arrived all the same, extents can't be written before that, or before a rollback (DC_E_STATE). */
+ * not repeated, or if an fdatasync has failed that was to bring an extent to disk, and it was not written since: what
+ * the next fdatasync says of it is not true. If the commit itself fails the generation stays in the making and may be
+ * committed again; where it may have arrived all the same, extents can't be written before that, or before a rollback
+ * (DC_E_STATE). */
 DC_API int dc_extents_commit(dc_extents *x, int durable);
 /* Back to the last commit that did not fail: what was written since is gone. Writes to the file if a commit failed. */
 DC_API int dc_extents_rollback(dc_extents *x);

@@ -53,6 +53,7 @@ struct Plan {
   const dc__disk_ring_body *real = &dc__disk_ring_threads;
   int at = -1, fault = 0;
   bool always = false, late = false; // late: the failure comes from reap(), else from flush()
+  bool sync_fails = false; // the next one, with EIO
   int calls = 0, hits = 0;
 } plan;
 
@@ -86,7 +87,8 @@ FaultRing *of(dc__disk_ring *ring) { return reinterpret_cast<FaultRing *>(ring);
 
 void fault_start(dc__disk_ring *ring, dc__disk_ring_op *op) {
   FaultRing *r = of(ring);
-  const int fault = take_fault();
+  const int fault = plan.sync_fails && op->what == DC__DISK_SYNC ? EIO : take_fault();
+  plan.sync_fails &= op->what != DC__DISK_SYNC;
   if (fault > 0 || op->what == DC__DISK_SYNC) { // nothing here loses its power: syncs take most of the time
     op->result = -std::max(fault, 0);
     op->next = r->failed;
@@ -232,7 +234,17 @@ protected:
             },
             "write");
       }
-      Step([&] { return dc_extents_commit(x, 1); }, "commit");
+      Step(
+          [&] {
+            const int rc = dc_extents_commit(x, 1);
+            if (rc != DC_E_STATE) return rc;
+            for (int i = 0; i < 3; i++) { // a sync has failed
+              char *at = memory.at + i * 24576 + (i == 0 ? 0 : 64 * i);
+              EXPECT_EQ(dc_extent_write(x, i, at, capacity[i]), DC_OK) << dc_last_error();
+            }
+            return dc_extents_commit(x, 1);
+          },
+          "commit");
       if (HasFatalFailure()) return;
     }
     Expect(x, 2);
@@ -287,7 +299,7 @@ TEST_P(Faults, EveryCallFailsOnceInTurn) {
 // finds one generation or the other, whole; and it goes on by a second commit or a rollback.
 TEST_P(Faults, AFailedCommitLeavesAWholeGeneration) {
   const int64_t capacity[3] = {20000, 4096, 100};
-  bool refused = false, met = true;
+  bool refused = false, dropped = false, met = true;
   for (int at = 0; met; at++) {
     for (const bool back : {false, true}) {
       Folder folder(true);
@@ -336,7 +348,15 @@ TEST_P(Faults, AFailedCommitLeavesAWholeGeneration) {
           for (int i = 0; i < 3; i++) ASSERT_EQ(write(i, 30 + i), DC_OK) << dc_last_error();
           EXPECT_EQ(found(), 1);
         } else {
-          ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+          int more = dc_extents_commit(x, 1);
+          for (int i = 1; i < 3 && more == DC_E_STATE; i++) { // 0 was written again above
+            dropped = true;
+            ASSERT_NE(std::string(dc_last_error()).find("extent " + std::to_string(i)), std::string::npos)
+                << dc_last_error();
+            ASSERT_EQ(write(i, 20 + i), DC_OK) << dc_last_error();
+            more = dc_extents_commit(x, 1);
+          }
+          ASSERT_EQ(more, DC_OK) << dc_last_error();
           ASSERT_EQ(write(0, 99), DC_OK) << dc_last_error();
           EXPECT_EQ(found(), 2);
         }
@@ -346,6 +366,60 @@ TEST_P(Faults, AFailedCommitLeavesAWholeGeneration) {
     }
   }
   EXPECT_TRUE(refused);
+  EXPECT_TRUE(dropped);
+}
+
+// An fdatasync that fails once: the kernel has forgotten what it could not write, and the next one succeeds. Nothing
+// that it was to bring to disk is committed before it is written again; what an earlier one brought there is untouched.
+TEST_P(Faults, WhatASyncHasDroppedIsNotCommitted) {
+  const int64_t capacity[3] = {4096, 4096, 4096};
+  std::vector<char> value(4096);
+  Folder folder(true);
+  path_ = folder.path + "/states";
+  const auto make = [&](dc_extents **x) {
+    Config k(path_, DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+    ASSERT_EQ(dc_extents_open(&k, capacity, 3, 2, x), DC_OK) << dc_last_error();
+  };
+  dc_extents *x = nullptr;
+  const auto write = [&](int i, int seed) {
+    pattern(value.data(), 4096, seed);
+    ASSERT_EQ(dc_extent_write(x, i, value.data(), 4096), DC_OK) << dc_last_error();
+  };
+  const auto fail = [&] {
+    plan.sync_fails = true;
+    EXPECT_EQ(dc_extents_commit(x, 1), DC_E_IO) << dc_last_error();
+    EXPECT_FALSE(plan.sync_fails);
+  };
+  make(&x);
+  for (int i = 0; i < 3; i++) write(i, i);
+  fail(); // of a new file
+  for (int i = 0; i < 3; i++) {
+    for (const int durable : {0, 1}) ASSERT_EQ(dc_extents_commit(x, durable), DC_E_STATE) << i;
+    write(i, i);
+  }
+  ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+  write(0, 10);
+  fail(); // 1 and 2 are there
+  ASSERT_EQ(dc_extents_commit(x, 1), DC_E_STATE);
+  ASSERT_EQ(dc_extents_rollback(x), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+  write(1, 11);
+  ASSERT_EQ(dc_extents_commit(x, 0), DC_OK) << dc_last_error();
+  write(2, 12);
+  fail();
+  ASSERT_EQ(dc_extents_rollback(x), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_extents_commit(x, 1), DC_E_STATE); // 1 was committed, but not durably
+  write(1, 11);
+  ASSERT_EQ(dc_extents_commit(x, 1), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_extents_close(x), DC_OK);
+  make(&x);
+  for (const int i : {0, 1, 2}) {
+    std::vector<char> wanted(4096);
+    pattern(wanted.data(), 4096, i == 1 ? 11 : i);
+    ASSERT_EQ(dc_extent_read(x, i, value.data(), 4096), DC_OK) << dc_last_error();
+    EXPECT_EQ(value, wanted) << i;
+  }
+  ASSERT_EQ(dc_extents_close(x), DC_OK);
 }
 
 // Whatever was committed before, and whoever made the file: its name is on disk when a durable commit is. Without a

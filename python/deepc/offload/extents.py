@@ -114,7 +114,8 @@ class Extents(Opened):
 
     def commit(self, durable: bool = True) -> None:
         """Waits for all writes and makes them the file's. durable: also against a loss of power (fdatasync, twice).
-        DeepcError, and nothing is changed, if a write failed and was not repeated."""
+        DeepcError, and nothing is changed, if a write failed and was not repeated, or after a commit that failed when
+        it made them durable (what it was to bring to disk may be gone: write that again)."""
         call("dc_extents_commit", self._opened(), int(durable))
 
     def rollback(self) -> None:
