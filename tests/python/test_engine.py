@@ -275,7 +275,7 @@ def test_autograd_grad_leaves_nothing_and_unscaled_gradients_do_not_stay(gas):
         engine.backward(engine(*batch) / 2)
         result = engine.step()
     want = found[0].float()
-    assert result.applied and float((result.grad_norm or 0)) > float(want.norm())
+    assert result.applied and (result.grad_norm or 0.0) > float(want.norm())
     engine.destroy()
 
 
@@ -757,7 +757,9 @@ def test_a_step_that_raised_part_way_is_not_made_again(tmp_path):
             if number == 0:
                 engine.save_checkpoint(tmp_path)
         assert engine.global_steps == 3 and engine.optimizer.state_dict()["hyper"]["step"] == 3
-        found.append([*(engine.full_fp32_param(p).clone() for p in model.parameters()), torch.tensor(engine.loss_scale)])
+        found.append(
+            [*(engine.full_fp32_param(p).clone() for p in model.parameters()), torch.tensor(engine.loss_scale)]
+        )
         engine.destroy()
     for other in found[:2]:
         assert all(torch.equal(a, b) for a, b in zip(other, found[2], strict=True))
@@ -796,7 +798,9 @@ def test_groups_and_hooks_that_come_later_are_refused():
     engine, *_ = deepc.initialize(model=model, config=tiny.config(1, micro=8, optimizer=None), optimizer=base)
     engine.backward(engine(*tiny.make_batch(0)))
     base.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    with pytest.raises(UnsupportedError, match="the optimizer had 1 param group with 26 parameters .* 2 param groups with 27"):
+    with pytest.raises(
+        UnsupportedError, match="the optimizer had 1 param group with 26 parameters .* 2 param groups with 27"
+    ):
         engine.step()
     del base.param_groups[1:]
     taken = base.param_groups[0]["params"].pop()
@@ -807,7 +811,53 @@ def test_groups_and_hooks_that_come_later_are_refused():
     with pytest.raises(UnsupportedError, match="would not be called"):
         engine.step()
     handle.remove()
+    groups = base.param_groups
+    base.param_groups = [{**groups[0], "lr": 0.0}]
+    with pytest.raises(UnsupportedError, match="another list than at deepc.initialize"):
+        engine.step()
+    base.param_groups = groups
     assert engine.step().applied
+    engine.destroy()
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+def test_zero_grad_of_the_optimizer_drops_what_no_accumulation_has_begun(gas):
+    """As a GAN's loop has it: what another loss left is not of the step. A loop that calls it for each micro-batch goes
+    on."""
+    import deepc
+
+    found = []
+    for other in (False, True):
+        engine, optimizer, *_ = deepc.initialize(
+            model=tiny.make_model(), config=tiny.config(1, micro=8, gas=gas, clip=0.0)
+        )
+        for number in range(2 * gas):
+            if other and number % gas == 0:
+                with engine.no_sync() if number else contextlib.nullcontext():
+                    engine.backward(engine(*tiny.make_batch(9)))
+            optimizer.zero_grad()
+            engine.backward(engine(*tiny.make_batch(number)))
+            result = engine.step()
+        assert result.applied and engine.global_steps == 2
+        found.append([p.detach().clone() for p in engine.module.parameters()])
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_that_no_backward_has_left_is_refused(stage):
+    import deepc
+    from deepc.errors import ArgumentError
+
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=8, clip=0.0))
+    weight = engine.module.ln.weight
+    engine.backward(engine(*tiny.make_batch(0)))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ArgumentError, match=r"'ln.weight' has a \.grad that no backward has left"):
+        engine.step()
+    weight.grad = None
+    deepc.view(weight).grad = torch.full_like(weight, 100.0)
+    assert engine.step().grad_norm > 500
     engine.destroy()
 
 

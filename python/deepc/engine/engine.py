@@ -50,6 +50,7 @@ class Engine(EngineBase):
         super().__init__()
         self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
         self.hooks.passed = self._pass_ended
+        self.optimizer.dropped = self._dropped_by_optimizer
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
@@ -246,6 +247,7 @@ class Engine(EngineBase):
                 "engine.step() at an accumulation boundary without a backward since the last step; call"
                 " engine.backward(loss) first"
             )
+        self.hooks.check_grads()
         self.optimizer.check_groups()
         return self._conclude(self._update(), lr_kwargs)
 
@@ -323,7 +325,9 @@ class Engine(EngineBase):
                 self.left_in_part(text, True)
             raise
         self.step_is_whole()
-        self._follow_scale(overflow=False)  # now: what is accumulated has the scale so far, and an update may be repeated
+        self._follow_scale(
+            overflow=False
+        )  # now: what is accumulated has the scale so far, and an update may be repeated
         return StepResult(True, "", None, norm)
 
     def _follow_scale(self, overflow: bool) -> None:
@@ -387,6 +391,14 @@ class Engine(EngineBase):
         it begins anew: a disk has broken the pass off, or there is one rank. See restart_step."""
         self._may_drop("zero_grad")
         self._drop_gradients(self.broken_pass or (self.hooks.broken and self.everyone.world == 1))
+
+    def _dropped_by_optimizer(self) -> None:
+        """optimizer.zero_grad() drops what was collected, as torch's does, but inside an accumulation, where loops call
+        it for each micro-batch, and where ranks have to agree: those are for zero_grad and restart_step."""
+        collected = self.hooks.accumulated or self.hooks.left_behind
+        inside = self._last.reason == "accumulating" or self.broken_step or self.parked is not None
+        if collected and not inside and not self.hooks.broken and not self.destroyed:
+            self._drop_gradients(False)
 
     def restart_step(self) -> None:
         """The same on every rank, and the next micro-batch is the step's first one: after a backward that raised in the

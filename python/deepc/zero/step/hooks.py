@@ -21,7 +21,7 @@ import torch
 
 from ...core import ops
 from ...core.foreign import private
-from ...errors import DeepcError, DiskError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, DiskError, UnsupportedError
 from ..state import ModelState
 
 if TYPE_CHECKING:
@@ -355,6 +355,19 @@ class GradientHooks:
                 "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
                 " engine.restart_step() on every rank (it drops what was accumulated since the last step, as"
                 " engine.zero_grad() does) and go on with a new forward, which is the step's first micro-batch"
+            )
+
+    def check_grads(self) -> None:
+        """Raises if some `.grad` is of no backward: a step does not take it, and the next backward would add to it."""
+        if self._kept:
+            return
+        with private.without_torch_function():  # of released parameters
+            mine = next((n for n, p in zip(self._state.names, self._params) if p.grad is not None), None)
+        if mine is not None:
+            raise ArgumentError(
+                f"engine.step(): '{mine}' has a .grad that no backward has left: the engine keeps gradients elsewhere,"
+                " so that this one would not be stepped with, and the next backward would add to it. Set it by"
+                " deepc.view(p).grad (docs/access.md), and p.grad = None"
             )
 
     def _refuse_blocked(self) -> None:

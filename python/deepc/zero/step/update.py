@@ -158,13 +158,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sent: torch.cuda.Event | None = None  # offloaded states: the new parameters are on the device
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._parked: dict[str, Array] | None = None  # `states` that are in host memory for a while
+        self.dropped: Callable[[], None] = lambda: None  # what zero_grad does with gradients that the engine has
         self.unchanged = True  # whether an update that raised, and not for a disk, has left all as it was
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
         self._refuse_hooks()
         self._hook_tables()
-        self._laid_out = self._sizes()
+        self._groups, self._laid_out = self.param_groups, self._sizes()
 
     def _refuse_hooks(self) -> None:
         for when in ("pre", "post"):
@@ -329,10 +330,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         made: before a step, because one that fails in its midst has been counted. UnsupportedError if `base` has other
         groups, or hooks, than it had."""
         self._refuse_hooks()
+        if not (self._groups is self.param_groups is self.base.param_groups):
+            raise UnsupportedError(
+                "engine.step(): the optimizer's param_groups is another list than at deepc.initialize, which not all"
+                " see: change the groups in it (group['lr'] = ...)"
+            )
         if (now := self._sizes()) != self._laid_out:
             raise UnsupportedError(
-                f"engine.step(): the optimizer had {_groups(self._laid_out)} at deepc.initialize and has {_groups(now)}:"
-                " states are laid out once, so that what was added is not trained and what was taken out still is. Put"
+                f"engine.step(): the optimizer had {_groups(self._laid_out)} at deepc.initialize and has {_groups(now)}"
+                ": states are laid out once, so that what was added is not trained and what was taken out still is. Put"
                 " them back; freeze parameters by requires_grad_(False), and pass all groups to initialize"
             )
         for i, (g, kept) in enumerate(zip(self.param_groups, self._keeping)):
@@ -768,10 +774,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError(_NO_HOOKS.format("a hook of the optimizer's steps"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients live in the engine's accumulators; this drops what users left in `.grad`."""
+        """Drops the gradients: what is in `.grad`, and what the engine has collected for a step of one micro-batch. See
+        Engine._dropped_by_optimizer."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
+        self.dropped()
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # torch has a plain attribute; these are its own, of the base

@@ -39,7 +39,7 @@ class MomentumUpdate(AcrossUpdate):
         group_of: Sequence[int],
         base: OneBitOptimizer,
     ) -> None:
-        self._state = state
+        self._state, self._groups, self._group_of = state, groups, group_of
         exchange = base.exchange or exchange_over(base.group, base.hierarchical, state.state_device)
         numels, here = state.plan.layout.numels, {s.param for s in state.plan.segments}
         number = {param: k for k, param in enumerate(p for p, n in enumerate(numels) if n)}
@@ -83,7 +83,7 @@ class MomentumUpdate(AcrossUpdate):
         """Collective."""
         st = self._state
         for s, item in zip(self._segments, self.method.items):
-            item.param = st.piece(s)
+            item.param, item.group = st.piece(s), self._groups[self._group_of[s.param]]
             item.grad = st.acc[s.shard_begin : s.shard_begin + s.length]
         self.method.step(grad_scale)
         self._publish([not item.out for item in self.method.items])
