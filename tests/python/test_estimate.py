@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import deepc
@@ -19,14 +20,22 @@ import torch._dynamo
 import torch._subclasses.fake_tensor
 from deepc import memory
 from deepc.config import Config
-from deepc.errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from deepc.errors import ArgumentError, ConfigError, DeepcError, DiskFullError, OutOfMemoryError, UnsupportedError
+from deepc.optim.scaling import LossScaleError
 from deepc.parallel.simulate.stages import _Live
 from deepc.plan.derive import Machine, ParamMeta, derive
 from deepc.plan.layout import Layout
 from deepc.plan.mesh import Mesh
 from deepc.plan.plan import Plan
 from deepc.plan.predict import dryrun
-from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, refuse_if_too_big, state_rows
+from deepc.plan.predict.dryrun import child
+from deepc.plan.predict.estimate import (
+    MemoryEstimate,
+    estimate,
+    model_states_bytes,
+    refuse_if_too_big,
+    state_rows,
+)
 from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
 from deepc.plan.predict.shapes import Work
 from programs import run_python
@@ -293,10 +302,37 @@ def test_what_a_dry_run_cannot_do_says_why() -> None:
 
     with pytest.raises(UnsupportedError, match="no values"):
         estimate(Branches(), config(0, micro=1), torch.randn(8, 4))
-    with pytest.raises(UnsupportedError, match="loss_fn"):
+    with pytest.raises(ArgumentError, match="loss_fn"):
         estimate(torch.nn.Linear(4, 4), config(0, micro=1), torch.randn(8, 4))
     with pytest.raises(ArgumentError, match="nn.Module"):
         estimate(3, config(0, micro=1))
+    with pytest.raises(ArgumentError, match="returned int"):
+        estimate(lambda: 3, config(0, micro=1))
+
+
+def test_an_error_of_the_dry_run_keeps_its_class_and_message() -> None:
+    """All were UnsupportedErrors, also of what deepc supports and a caller can mend."""
+
+    class InTheChildAlone(ConfigError):
+        pass
+
+    def raises(error: BaseException) -> Callable[[], dict]:
+        def work() -> dict:
+            raise error
+
+        return work
+
+    for kind in (ConfigError, ArgumentError, OutOfMemoryError, DiskFullError, DeepcError, LossScaleError):
+        with pytest.raises(kind, match="^which says why$") as told:
+            dryrun.forked(raises(kind("which says why")))
+        assert type(told.value) is kind
+    inner, unknown = (lambda: dryrun.forked(raises(ArgumentError("far inside")))), InTheChildAlone("by its base")
+    with pytest.raises(ArgumentError, match="^far inside$"):
+        dryrun.forked(inner)
+    with pytest.raises(UnsupportedError, match="failed with KeyError: 'no error of deepc'"):
+        dryrun.forked(raises(KeyError("no error of deepc")))
+    assert child._kind_of(["not.known.Here", child._name_of(ConfigError)]) is ConfigError
+    assert child._kind_of([child._name_of(type(unknown))]) is InTheChildAlone
 
 
 def test_reading_a_value_gets_a_guess_and_a_note() -> None:

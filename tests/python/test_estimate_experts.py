@@ -11,7 +11,7 @@ import deepc
 import memory_runs
 import pytest
 import torch
-from deepc.errors import UnsupportedError
+from deepc.errors import ArgumentError
 from deepc.parallel.expert import MoE
 from deepc.parallel.expert.gate import capacity_of
 from deepc.parallel.expert.spread import connect
@@ -118,7 +118,7 @@ def test_experts_over_ranks() -> None:
     four = estimate(4, stage=2, ep=2)
     assert four.between_steps == pytest.approx(20 * (2 * whole.parameters - experts), rel=0.02)
     assert four.shared >= 2 * spread.shared > 0  # two groups that share experts
-    with pytest.raises(UnsupportedError, match="ep_size = 2 does not divide the 3 rank"):
+    with pytest.raises(ArgumentError, match="ep_size = 2 does not divide the 3 rank"):
         estimate(3, ep=2)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepc.config.tree import Config
-from deepc.errors import UnsupportedError
+from deepc.errors import ArgumentError, ConfigError, UnsupportedError
 from deepc.parallel.simulate import onpaper
 from deepc.parallel.simulate.stages import StageOnPaper
 from deepc.plan.mesh import Mesh
@@ -187,12 +187,12 @@ def test_the_plan_in_words() -> None:
     """Of a model that brings inputs along, as transformers' do; others need a sample."""
     text = plan_text(lambda: Known(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
     assert text.startswith("Pipelines of 2 ranks: blocks.0") and "Stage 1, and its data-parallel ranks:" in text
-    with pytest.raises(UnsupportedError, match="needs sample_batch="):
+    with pytest.raises(ArgumentError, match="needs sample_batch="):
         plan_text(lambda: make_model(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
 
 
 def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"activation_checkpointing\.budget = \d+ bytes is less than"):
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.budget = \d+ bytes is less than"):
         estimate(pipeline(activation_checkpointing={"budget": "1MB"}))
     with pytest.raises(UnsupportedError, match="share nodes unevenly"):
         estimate(pipeline(tensor_parallel=TENSORS), ranks=3, nodes=4)

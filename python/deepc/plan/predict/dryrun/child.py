@@ -23,8 +23,8 @@ from ....errors import DeepcError, UnsupportedError
 def forked(
     work: Callable[[], dict[str, Any]], limit_s: float = 300.0, stuck_s: float = 10.0, tries: int = 3
 ) -> dict[str, Any]:
-    """What `work` returns (JSON types) when a forked child calls it. Raises UnsupportedError with the reason if it
-    fails, dies or takes longer.
+    """What `work` returns (JSON types) when a forked child calls it. An error of deepc that it raises is raised here,
+    by its class and message. Raises UnsupportedError with the reason if it fails otherwise, dies or takes longer.
 
     A fork may catch another thread of this process with a lock, which no thread of the child will ever release. A child
     that has slept for stuck_s without using its processor once waits for such a lock: it is ended, and another one is
@@ -83,8 +83,23 @@ def _forked_once(work: Callable[[], dict[str, Any]], limit_s: float, stuck_s: fl
         )
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
-        raise UnsupportedError(answer["error"])
+        raise _kind_of(answer["kinds"])(answer["error"])
     return answer
+
+
+def _kind_of(names: list[str]) -> type[DeepcError]:
+    """The first of these classes of errors that this process has as well; UnsupportedError where they are none."""
+    known: dict[str, type[DeepcError]] = {}
+    left: list[type[DeepcError]] = [DeepcError]
+    while left:
+        kind = left.pop()
+        known[_name_of(kind)] = kind
+        left += kind.__subclasses__()
+    return next((known[n] for n in names if n in known), UnsupportedError)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class _Standstill:
@@ -124,16 +139,17 @@ def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
         )  # what fails is in the answer, without torch's traceback
         answer = work()
     except DeepcError as exc:
-        answer = {"error": str(exc)}
+        answer = {"error": str(exc), "kinds": [_name_of(k) for k in type(exc).__mro__ if issubclass(k, DeepcError)]}
     except BaseException as exc:
         why = "A dry run has shapes but no values; estimate"
         if "fork-based" in str(exc):  # torch's own sentence
             why = "Autograd has run on a GPU in this process: estimate before the first backward, or"
         answer = {
+            "kinds": [],
             "error": (
                 f"the dry run failed with {type(exc).__name__}: {str(exc)[:600]} (at {_place(exc)}). {why} without a"
                 " sample batch for the model states alone"
-            )
+            ),
         }
     try:
         with os.fdopen(write, "w") as f:

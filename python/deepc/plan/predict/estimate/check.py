@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ....config.tree import Config
 from ....core import memory
-from ....errors import OutOfMemoryError, UnsupportedError
+from ....errors import DeepcError, OutOfMemoryError
 from .case import Case, Divided, numel_trained, predict
 from .figures import MIB, MemoryEstimate, Row, changed, from_dict
 from .options import by_nodes, options_by_counts, options_of, refusal
@@ -161,7 +161,7 @@ def check_plan(
     failure = ""
     try:
         e = from_dict(work() if sample_batch is None else dryrun.forked(work))
-    except UnsupportedError as exc:
+    except DeepcError as exc:  # on some ranks, perhaps, and the others wait below
         failure = str(exc)
         e = predict(model, plan, base, config, None, None, named=named, group_of=group_of)
         e = changed(e, notes=(*e.notes, failure))

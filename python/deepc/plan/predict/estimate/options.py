@@ -7,7 +7,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from ....config.tree import Config
-from ....errors import ConfigError, UnsupportedError
+from ....errors import DeepcError
 from ...layout import padded
 from .case import Case
 from .counts import GIB, model_states_bytes
@@ -84,7 +84,7 @@ def _try(
 
     from .. import dryrun
 
-    with contextlib.suppress(UnsupportedError, ConfigError):
+    with contextlib.suppress(DeepcError):
         raw = _merged(case.config.raw, change)
         config = Config.load(
             raw, world_size=case.ranks_per_node * case.nodes, device_type=case.config.device_type, allow_auto=True
