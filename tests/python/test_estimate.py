@@ -9,7 +9,8 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import deepc
@@ -333,6 +334,44 @@ def test_an_error_of_the_dry_run_keeps_its_class_and_message() -> None:
         dryrun.forked(raises(KeyError("no error of deepc")))
     assert child._kind_of(["not.known.Here", child._name_of(ConfigError)]) is ConfigError
     assert child._kind_of([child._name_of(type(unknown))]) is InTheChildAlone
+
+
+class Batch(UserDict):
+    """As a tokenizer's BatchEncoding is one: no dict, with its entries as attributes."""
+
+    def __getattr__(self, name: str) -> object:
+        return self.data[name]
+
+
+class Frozen(Mapping):
+    def __init__(self, **entries: object) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> object:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def test_a_batch_may_be_any_mapping() -> None:
+    """To torch's trees it is one leaf: its tensors were taken as they are, meta ones failed, and no smaller
+    micro-batch was known."""
+    x, y = (t.contiguous() for t in make_batch(0, 8))
+    want = estimate(make_model(), config(0, micro=8), {"x": x, "y": y})
+    meta = Batch(x=x.to("meta"), y=y.to("meta"))
+    got, frozen = (estimate(make_model(), config(0, micro=8), b, suggest=b is meta) for b in (meta, Frozen(x=x, y=y)))
+    assert want.activations == got.activations == frozen.activations
+    assert want.live_peak == got.live_peak == frozen.live_peak
+    assert len([o for o in got.options if o.change.startswith("micro-batch")]) == 3
+    for batch in (meta, Frozen(x=x, y=y), OrderedDict(x=x, y=y)):
+        assert [len(t) for t in dryrun.first_rows(batch, 2).values()] == [2, 2]
+        assert [len(t) for t in batch.values()] == [8, 8], "the caller's is as before"
+    half = dryrun.first_rows({"nested": [Batch(x=x)]}, 4)
+    assert type(half["nested"][0]) is Batch and len(half["nested"][0].x) == 4
 
 
 def test_reading_a_value_gets_a_guess_and_a_note() -> None:

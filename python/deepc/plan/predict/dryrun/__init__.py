@@ -17,7 +17,7 @@ from __future__ import annotations
 from .child import forked
 from .gradients import Reducer, Window, buckets_of_params
 from .heap import ShadowHeap, anonymous_bytes, load_compiler, load_symbolic_shapes
-from .run import FakeModel, Staged, call_model, checkpoint_blocks, empty_like, first_rows, loss_of, run
+from .run import FakeModel, Staged, call_model, checkpoint_blocks, empty_like, first_rows, loss_of, run, with_tensors
 from .tracker import make_tracker
 
 __all__ = [
@@ -38,4 +38,5 @@ __all__ = [
     "loss_of",
     "make_tracker",
     "run",
+    "with_tensors",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,9 +55,25 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
 
 def first_rows(batch: Any, rows: int) -> Any:
     """The first `rows` samples of every tensor of a batch (dimension 0)."""
+    return with_tensors(batch, lambda t: t[:rows] if t.dim() else t)
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with each of its tensors changed, also inside of mappings that torch's trees take for leaves, such as a
+    tokenizer's BatchEncoding. Those that are no dict or UserDict become one."""
     from ....core.foreign.private import tree_map_only
 
-    return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, batch)
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        new = {k: with_tensors(v, change) for k, v in leaf.items()}
+        if not isinstance(leaf, (dict, UserDict)):
+            return new
+        like = copy.copy(leaf)  # with a table of its own
+        like.update(new)
+        return like
+
+    return tree_map_only((torch.Tensor, Mapping), changed, batch)
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> str:
@@ -283,17 +301,14 @@ def run(
 
 def empty_like(batch: Any, floats: torch.dtype | None = None) -> Any:
     """Tensors of the same shapes, made now. floats: what floating-point ones become."""
-    from ....core.foreign.private import tree_map_only
-
-    return tree_map_only(
-        torch.Tensor,
+    return with_tensors(
+        batch,
         lambda t: torch.empty_strided(
             t.shape,
             t.stride(),
             device=t.device if t.device.type != "meta" else "cpu",
             dtype=floats if floats is not None and t.is_floating_point() else t.dtype,
         ),
-        batch,
     )
 
 

@@ -22,10 +22,11 @@ def options_of(case: Case, now: MemoryEstimate, have: int) -> list[Option]:
     together. A smaller micro-batch comes with as much accumulation, for which gradients have memory of their own."""
     import torch
 
-    from ....core.foreign.private import tree_leaves
+    from .. import dryrun
 
-    tensors = [t for t in tree_leaves(case.batch) if isinstance(t, torch.Tensor) and t.dim()]
-    rows = min((t.shape[0] for t in tensors), default=1)
+    tensors: list[torch.Tensor] = []
+    dryrun.with_tensors(case.batch, lambda t: tensors.append(t) or t)
+    rows = min((t.shape[0] for t in tensors if t.dim()), default=1)
     out: list[Option] = []
     tries: list[tuple[str, dict[str, Any], int, bool]] = []
     smaller = rows
