@@ -34,9 +34,11 @@ from deepc.plan.predict.estimate import (
     MemoryEstimate,
     estimate,
     model_states_bytes,
+    plan_text,
     refuse_if_too_big,
     state_rows,
 )
+from deepc.plan.predict.estimate.case import Divided
 from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
 from deepc.plan.predict.shapes import Work
 from programs import run_python
@@ -372,6 +374,21 @@ def test_a_batch_may_be_any_mapping() -> None:
         assert [len(t) for t in batch.values()] == [8, 8], "the caller's is as before"
     half = dryrun.first_rows({"nested": [Batch(x=x)]}, 4)
     assert type(half["nested"][0]) is Batch and len(half["nested"][0].x) == 4
+
+
+def test_nodes_that_share_tensors_unevenly_are_refused_as_a_run_refuses_them() -> None:
+    """3 ranks a node of which 2 share a model: each node has another number of ranks with the first shard."""
+    tensors = {**config(1, micro=1), "tensor_parallel": {"autotp_size": 2}}
+
+    def cut(model: torch.nn.Module, *_: object) -> Divided:
+        return Divided(1, 10)
+
+    for asked in (estimate, plan_text):
+        for ranks, nodes in ((3, 2), (5, 2)):
+            with pytest.raises(UnsupportedError, match=f"{ranks} ranks a node, and 2 that share a model"):
+                asked(make_model(), tensors, ranks_per_node=ranks, nodes=nodes, divide=cut)
+        for ranks, nodes in ((2, 2), (1, 2), (4, 1)):  # 1: tensor-parallel ranks on nodes of their own
+            asked(make_model(), tensors, ranks_per_node=ranks, nodes=nodes, divide=cut)
 
 
 def test_reading_a_value_gets_a_guess_and_a_note() -> None:

@@ -305,6 +305,13 @@ class Case:
             mesh = Mesh(dp=ranks * nodes, ranks_per_node=ranks)
             return self._derived(base, named, group_of, mesh)
         share = self.tensor * self.experts
+        if self.ranks_per_node % self.groups:
+            raise UnsupportedError(
+                f"{self.ranks_per_node} ranks a node, and {share} that share a model"
+                f" ({'tensor_parallel.autotp_size' if self.tensor > 1 else 'ep_size'}): nodes would have different"
+                " numbers of ranks with the same shards, which a run refuses; use a number of ranks a node that one"
+                " divides"
+            )
         ranks = max(1, self.ranks_per_node // share)
         # what copies_per_node says every node has all of, cut over its ranks
         nodes = 1 if copies_per_node(base, self.config.zero.stage) else self.nodes
