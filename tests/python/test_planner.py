@@ -17,6 +17,7 @@ from deepc.errors import ArgumentError, OutOfMemoryError
 from deepc.plan.mesh import Mesh
 from deepc.plan.predict.search import page, told
 from deepc.plan.predict.search.cluster import Cluster, quantity
+from deepc.plan.predict.search.families import FAMILIES
 from deepc.plan.predict.search.models import NAMED, Model, model_of
 from deepc.plan.predict.search.planner import Layout, Space, case_of, price, require_fit, search
 
@@ -145,9 +146,107 @@ def test_heads_may_be_wider_or_narrower_than_the_model(tmp_path):
     assert real.parameters / 1e9 == pytest.approx(0.596, rel=0.001) and real.keys == 1024  # Qwen3-0.6B
     latent = {"model_type": "deepseek_v3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     latent |= {"vocab_size": 100, "max_position_embeddings": 32, "kv_lora_rank": 8, "head_dim": 4}
+    latent |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4}
     assert model_of(latent).keys == 64
     with pytest.raises(ArgumentError, match="give head_dim"):
         model_of("layers=2,hidden=66,heads=4,vocab=100,seq=32")
+
+
+_SIZES = dict(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=120)
+_ROTARY = dict(_SIZES, intermediate_size=128, max_position_embeddings=48)
+_GROUPED = dict(_ROTARY, num_key_value_heads=2)
+_NARROW = dict(_GROUPED, head_dim=16)
+_GPT2 = dict(n_layer=3, n_embd=64, n_head=4, vocab_size=120, n_positions=48)
+_EXPERTS = dict(_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LOCAL = dict(_GROUPED, num_local_experts=4, num_experts_per_tok=2)
+_OPT = dict(_SIZES, ffn_dim=128, max_position_embeddings=48, word_embed_proj_dim=64)
+_LATENT = dict(_ROTARY, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, kv_lora_rank=16)
+_LATENT |= dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_group=2, topk_group=1)
+_BIASES = dict(attention_bias=True, mlp_bias=True)
+_NEW = dict(_SIZES, new_decoder_architecture=True)
+_FAMILIES = {
+    "falcon": [_SIZES, dict(_NEW, num_kv_heads=2), dict(_NEW, num_kv_heads=1, num_ln_in_parallel_attn=1),
+               dict(_SIZES, multi_query=False, parallel_attn=False, bias=True, alibi=True)],
+    "gpt_bigcode": [_GPT2, dict(_GPT2, multi_query=False)],
+    "gpt_neox": [_ROTARY, dict(_ROTARY, attention_bias=False, tie_word_embeddings=True)],
+    "phi": [_ROTARY, dict(_GROUPED, qk_layernorm=True)],
+    "gptj": [dict(_GPT2, rotary_dim=8)],
+    "bloom": [dict(n_layer=3, hidden_size=64, n_head=4, vocab_size=120, seq_length=48)],
+    "opt": [_OPT, dict(_OPT, word_embed_proj_dim=32), dict(_OPT, word_embed_proj_dim=32, tie_word_embeddings=False),
+            dict(_OPT, do_layer_norm_before=False), dict(_OPT, enable_bias=False, layer_norm_elementwise_affine=False)],
+    "bert": [_ROTARY, dict(_ROTARY, tie_word_embeddings=False)],
+    "llama": [_GROUPED, dict(_GROUPED, **_BIASES, tie_word_embeddings=True)],
+    "qwen2_moe": [dict(_EXPERTS, shared_expert_intermediate_size=48, mlp_only_layers=[0]),
+                  dict(_EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2, qkv_bias=False)],
+    "deepseek_v3": [dict(_LATENT, first_k_dense_replace=1), dict(_LATENT, q_lora_rank=None, n_shared_experts=2)],
+    "gemma3_text": [_NARROW],
+}  # fmt: skip
+_MORE = {
+    "gpt2": [dict(_GPT2, n_inner=100), dict(_GPT2, tie_word_embeddings=False)],
+    "openai-gpt": [_GPT2],
+    "codegen": [dict(_GPT2, rotary_dim=8)],
+    "gpt_neo": [dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=120, max_position_embeddings=48,
+                     attention_types=[[["global", "local"], 1]])],
+    "biogpt": [_ROTARY],
+    "persimmon": [_ROTARY, dict(_ROTARY, qk_layernorm=False)],
+    "roberta": [_ROTARY, dict(_ROTARY, type_vocab_size=1)],
+    "camembert": [_ROTARY],
+    "xlm-roberta": [_ROTARY],
+    "electra": [dict(_ROTARY, embedding_size=64), dict(_ROTARY, embedding_size=32, tie_word_embeddings=False)],
+    "mixtral": [_LOCAL],
+    "phimoe": [_LOCAL, dict(_LOCAL, attention_bias=True, lm_head_bias=True)],
+    "granitemoe": [dict(_LOCAL, attention_bias=True)],
+    "qwen3_moe": [dict(_EXPERTS, head_dim=32, attention_bias=True), dict(_EXPERTS, head_dim=32, mlp_only_layers=[1])],
+    "olmoe": [_EXPERTS, dict(_EXPERTS, head_dim=32)],
+    "deepseek_v2": [dict(_LATENT, first_k_dense_replace=1, q_lora_rank=24, attention_bias=True), _LATENT],
+    "qwen3": [dict(_NARROW, attention_bias=True)],
+    "stablelm": [_GROUPED, dict(_GROUPED, use_qkv_bias=True, qk_layernorm=True, use_parallel_residual=True)],
+    "starcoder2": [_GROUPED, dict(_GROUPED, use_bias=False, tie_word_embeddings=False)],
+    "cohere": [_GROUPED, dict(_GROUPED, use_qk_norm=True, attention_bias=True)],
+    "nemotron": [_GROUPED, dict(_GROUPED, **_BIASES)],
+    "seed_oss": [_NARROW, dict(_NARROW, attention_bias=False, attention_out_bias=True, mlp_bias=True)],
+    "ernie4_5": [_NARROW, dict(_NARROW, use_bias=True)],
+    **{kind: [_NARROW, dict(_NARROW, **_BIASES)] for kind in ("granite", "smollm3", "arcee", "helium")},
+    **{kind: [_NARROW] for kind in ("gemma", "gemma2", "glm", "glm4", "hunyuan_v1_dense", "exaone4")},
+    **{kind: [_GROUPED] for kind in ("mistral", "qwen2", "phi3", "olmo", "olmo2", "olmo3", "cohere2")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*_FAMILIES, *(pytest.param(k, marks=pytest.mark.full) for k in _MORE)])
+def test_parameters_are_those_of_the_transformers_model(kind):
+    """Falcon and GPT-BigCode had as many heads of keys as of queries, GPT-NeoX and Phi learned positions."""
+    transformers = pytest.importorskip("transformers")
+    masked = kind in ("bert", "roberta", "camembert", "xlm-roberta", "electra")
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    for given in (_FAMILIES | _MORE)[kind]:
+        config = transformers.AutoConfig.for_model(kind, **given)
+        whole, default = config.to_dict(), type(config)().to_dict()
+        kept = ("model_type", *_ROTARY, *_GPT2, "num_layers", "num_heads", "seq_length")
+        short = {k: v for k, v in whole.items() if k in kept or v != default.get(k)}  # as a file may leave them out
+        config.pad_token_id = 0
+        with torch.device("meta"):
+            real = sum(p.numel() for p in auto.from_config(config).parameters())
+        assert [model_of(whole).parameters, model_of(short).parameters] == [real, real], given
+
+
+def test_all_families_are_compared_with_transformers():
+    """internlm2 and yi are of code beside their files."""
+    assert set(FAMILIES) - {"internlm2", "yi"} == {*_FAMILIES, *_MORE}
+
+
+def test_a_family_that_is_not_known_is_refused():
+    """It was taken for Llama's or GPT-2's: ALBERT, whose blocks are one, had 2.6 times its parameters."""
+    config = dict(_ROTARY, model_type="albert")
+    with pytest.raises(ArgumentError, match="model_type 'albert' is not known.*layers=3,hidden=64,heads=4,kv_heads=4"):
+        model_of(config)
+    with pytest.raises(ArgumentError, match="add_cross_attention"):
+        model_of({**_GPT2, "model_type": "gpt2", "add_cross_attention": True})
+    assert model_of({**_ROTARY, "hidden_act": "silu"}).gated  # sizes under transformers' names
+    del config["max_position_embeddings"]
+    config["model_type"] = "falcon"
+    with pytest.raises(ArgumentError, match="none of max_position_embeddings"):
+        model_of(config)
+    assert model_of(config, 32).seq == 32
 
 
 def test_wider_heads_cost_what_as_many_equal_ones_do():

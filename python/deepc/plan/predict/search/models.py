@@ -11,24 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ....core import lib as _lib
-from ....errors import ArgumentError
+from ....errors import ArgumentError, did_you_mean
+from .families import FAMILIES, Block, Config, head_dim, heads_of_keys
 
-_GATED: tuple[str, ...] = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-)
-_GATED += ("deepseek_v2", "deepseek_v3", "olmo", "starcoder2_gated", "internlm2", "yi")
-# gated, and tied where a config.json leaves tie_word_embeddings out, as transformers' defaults are
-_TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "smollm3")
 _LAYERS, _WIDTH = 1 << 17, 1 << 31  # more is a slip of the pen
 
 
@@ -37,7 +22,13 @@ class Model:
     """A decoder or encoder of equal blocks. inner: width of the MLP (of one expert). gated: three matrices in it
     instead of two. experts: 0 for a dense model; each token goes through `top` of them. positions: of a learned
     embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none. head_dim: of
-    one head; the heads may be wider or narrower than the model together."""
+    one head; the heads may be wider or narrower than the model together.
+
+    What is known of a family (families.py): rest: parameters of a block beside its matrices (None: Llama's norms where
+    it is gated, GPT-2's biases and norms where not); before, after: those before the blocks beside the embeddings, and
+    behind them beside the head (None: a norm). attention: those of its matrices, if other than the sizes say. shared:
+    width of a network for all tokens beside the experts, which shared_gate weighs. dense: numbers of blocks without
+    experts; dense_inner: the width of their MLPs."""
 
     name: str
     layers: int
@@ -55,6 +46,14 @@ class Model:
     causal: bool = True
     scores: bool = False
     head_dim: int = 0
+    rest: int | None = None
+    before: int = 0
+    after: int | None = None
+    attention: int = 0
+    shared: int = 0
+    shared_gate: bool = False
+    dense: tuple[int, ...] = ()
+    dense_inner: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -75,10 +74,12 @@ class Model:
             "experts",
             "positions",
             "head_dim",
+            "shared",
+            "dense_inner",
         ):
             if type(n := getattr(self, field)) is int and n > _WIDTH:
                 raise ArgumentError(f"model {self.name}: {field} = {n} must be at most {_WIDTH}")
-        for field in ("experts", "positions", "head_dim"):
+        for field in ("experts", "positions", "head_dim", "attention", "shared", "dense_inner"):
             if type(n := getattr(self, field)) is not int or n < 0:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 0")
         if (not self.head_dim and self.hidden % self.heads) or self.heads % self.kv_heads:
@@ -102,11 +103,18 @@ class Model:
 
     @property
     def _attention(self) -> int:
-        return 2 * self.hidden * self.queries + 2 * self.hidden * self.keys
+        return self.attention or 2 * self.hidden * self.queries + 2 * self.hidden * self.keys
+
+    def _mlp(self, inner: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * inner
 
     @property
-    def _mlp(self) -> int:
-        return (3 if self.gated else 2) * self.hidden * self.inner
+    def _rest(self) -> int:
+        if self.rest is not None:
+            return self.rest
+        if self.gated:
+            return 2 * self.hidden
+        return self.queries + 2 * self.keys + self.hidden + self.inner + self.hidden + 4 * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -119,48 +127,48 @@ class Model:
 
     def rows(self) -> list[dict[str, float]]:
         """Each layer: the embedding, the blocks, the head. Keys are dc_planner_layer's."""
-        return [self._embedding(), *[self._block()] * self.layers, self._head()]
+        block = self._block(self.experts)
+        plain = self._block(0) if self.dense else block
+        blocks = [plain if i in self.dense else block for i in range(self.layers)]
+        return [self._embedding(), *blocks, self._head()]
 
-    def _block(self) -> dict[str, float]:
-        s, h, f, q, kv = self.seq, self.hidden, self.inner, self.queries, self.keys
-        through = self.top if self.experts else 1
+    def _block(self, experts: int) -> dict[str, float]:
+        s, h, q, kv = self.seq, self.hidden, self.queries, self.keys
+        alone = self.inner if not self.experts else self.dense_inner  # of a block without experts
+        # through how wide an MLP a token goes, and how many parameters are in what all tokens go through
+        f, common = (self.top * self.inner + self.shared, self.shared) if experts else (alone, alone)
+        rows = 1 + (self.top if experts else 1)
         wide = 3 if self.gated else 2
         scores = self.heads * s * s if self.scores else 0
-        biases = 0 if self.gated else q + 2 * kv + h + f + h
-        products = (
-            2 * s * (self._attention + through * self._mlp) + (2 if self.causal and not scores else 4) * s * s * q
-        )
+        products = 2 * s * (self._attention + self._mlp(f)) + (2 if self.causal and not scores else 4) * s * s * q
+        gates = experts * h + (h if experts and self.shared_gate else 0)
         return {
-            "params": self._attention
-            + (0 if self.experts else self._mlp)
-            + biases
-            + (2 if self.gated else 4) * h
-            + (self.experts * h if self.experts else 0),
-            "expert_params": self.experts * self._mlp,
-            "flops": products + (2 * s * h * self.experts if self.experts else 0),
+            "params": self._attention + self._mlp(common) + self._rest + gates,
+            "expert_params": experts * self._mlp(self.inner),
+            "flops": products + 2 * s * gates,
             # two norms read and write, two sums read twice and write: whole; attention moves heads, and the MLP's
             # activation: cut; scores are written, read and written by softmax and by dropout, read
             "traffic_whole": 10 * s * h,
-            "traffic": s * (2 * (q + 2 * kv) + 2 * q + through * wide * f) + 6 * scores,
+            "traffic": s * (2 * (q + 2 * kv) + 2 * q + wide * f) + 6 * scores,
             # inputs of both norms and of both first products; then queries, keys, values, the mixed values, and the
             # MLP's inner elements before and after the activation; 5 bytes of each score in 16 bits
             # (arXiv:2205.05198, section 4)
             "saved_whole": 4 * s * h,
-            "saved": s * (2 * q + 2 * kv + through * wide * f) + 2.5 * scores,
+            "saved": s * (2 * q + 2 * kv + wide * f) + 2.5 * scores,
             "output": s * h,
-            "tp_elems": (1 + through) * s * h,  # of experts, each token's rows
+            "tp_elems": rows * s * h,  # of experts, each token's rows
             "tp_calls": 2,
             "sp_elems": s * (2 * q + 2 * kv),
-            "ep_elems": 2 * self.top * s * h if self.experts else 0,
-            "calls": 20 + (12 if self.experts else 0),
+            "ep_elems": 2 * self.top * s * h if experts else 0,
+            "calls": 20 + (12 if experts else 0),
             "block": 1,
         }
 
     def _embedding(self) -> dict[str, float]:
         s, h = self.seq, self.hidden
-        none = dict.fromkeys(self._block(), 0.0)
+        none = dict.fromkeys(self._block(0), 0.0)
         return none | {
-            "params": (self.vocab + self.positions) * h,
+            "params": (self.vocab + self.positions) * h + self.before,
             "traffic_whole": 3 * s * h,
             "saved_whole": s * h / 4,
             "output": s * h,
@@ -171,9 +179,10 @@ class Model:
 
     def _head(self) -> dict[str, float]:
         s, h, v = self.seq, self.hidden, self.vocab
-        none = dict.fromkeys(self._block(), 0.0)
+        none = dict.fromkeys(self._block(0), 0.0)
         return none | {
-            "params": (0 if self.tied else v * h) + 2 * h,
+            "params": (0 if self.tied else v * h)
+            + (self.after if self.after is not None else h if self.gated else 2 * h),
             "flops": 2 * s * h * v,
             # logits are written, read for their largest and their sum, and the loss' inputs are kept
             "traffic": 3 * s * v,
@@ -227,11 +236,11 @@ def model_of(given: str | Mapping[str, Any] | Any, seq: int | None = None) -> Mo
     if isinstance(given, Model):
         found = given
     elif isinstance(given, str):
-        found = _from_text(given)
+        found = _from_text(given, seq)
     elif isinstance(given, Mapping):
-        found = from_config(given)
+        found = from_config(given, seq=seq)
     elif hasattr(given, "to_dict"):
-        found = from_config(given.to_dict())
+        found = from_config(given.to_dict(), seq=seq)
     else:
         raise ArgumentError(f"model {given!r}: expected a name, sizes, a transformers config or the path of one")
     if seq is None:
@@ -239,7 +248,7 @@ def model_of(given: str | Mapping[str, Any] | Any, seq: int | None = None) -> Mo
     return replace(found, seq=seq, positions=max(found.positions, seq) if found.positions else 0)
 
 
-def _from_text(text: str) -> Model:
+def _from_text(text: str, seq: int | None) -> Model:
     if text in NAMED:
         return NAMED[text]
     if "=" in text and not os.path.exists(text):
@@ -260,7 +269,7 @@ def _from_text(text: str) -> Model:
         raise ArgumentError(
             f"model {text}: expected an object, as in a transformers config.json; got a {type(config).__name__}"
         )
-    return from_config(config, str(path))
+    return from_config(config, str(path), seq)
 
 
 def _from_sizes(text: str) -> Model:
@@ -280,48 +289,48 @@ def _from_sizes(text: str) -> Model:
     return Model("model", **found)
 
 
-def from_config(config: Mapping[str, Any], name: str = "") -> Model:
-    """From the contents of a transformers config.json. ArgumentError for one without the sizes of a transformer."""
-
-    def first(*keys: str, default: int | None = None) -> int:
-        for k in keys:
-            if isinstance(config.get(k), int) and not isinstance(config.get(k), bool):
-                return int(config[k])
-        if default is None:
-            raise ArgumentError(
-                f"model {name or config.get('model_type', '')}: the config has none of {', '.join(keys)}"
-            )
-        return default
-
+def from_config(config: Mapping[str, Any], name: str = "", seq: int | None = None) -> Model:
+    """From the contents of a transformers config.json. seq: where it does not say how many tokens. ArgumentError for
+    one without the sizes of a transformer, or of a family that is not known (families.FAMILIES)."""
     kind = str(config.get("model_type", ""))
+    name = name or kind or "model"
+    c = Config(config, name)
     if config.get("is_encoder_decoder"):
         raise ArgumentError(
-            f"model {name or kind}: is_encoder_decoder is true, and a model of an encoder and a decoder is not planned"
+            f"model {name}: is_encoder_decoder is true, and a model of an encoder and a decoder is not planned"
             " for: its config would count as one of them. Give the sizes of equal blocks that come near it:"
             " layers=24,hidden=1024,heads=16,vocab=32128,seq=512"
         )
-    gated = kind in _GATED or str(config.get("hidden_act", "")) in ("silu", "swiglu")
-    hidden = first("hidden_size", "n_embd", "d_model")
-    heads = first("num_attention_heads", "n_head", "num_heads")
-    seq = first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    experts = first("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    # latent attention (DeepSeek's) has heads of several sizes; its head_dim is of the rotated part alone
-    head_dim = 0 if config.get("kv_lora_rank") else first("head_dim", default=0)
+    hidden = c.number("hidden_size", "n_embd", "d_model", "n_embed")
+    heads = c.number("num_attention_heads", "n_head", "num_heads")
+    tokens = c.number("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=seq)
+    layers = c.number("num_hidden_layers", "n_layer", "num_layers")
+    inner = c.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    size, kv_heads = head_dim(c), heads_of_keys(c, heads)
+    vocab = c.number("vocab_size")
+    if not kind:  # sizes under transformers' names
+        gated = str(config.get("hidden_act", "")) in ("silu", "swiglu")
+        found: dict[str, Any] = {"gated": gated, "tied": c.flag("tie_word_embeddings", not gated), "learned": not gated}
+    elif kind in FAMILIES:
+        block = Block(hidden, layers, heads, kv_heads, inner, size or hidden // max(1, heads), vocab)
+        found = FAMILIES[kind](c, block)
+    else:
+        near = f"layers={layers},hidden={hidden},heads={heads},kv_heads={kv_heads},inner={inner}"
+        raise ArgumentError(
+            f"model {name}: model_type {kind!r} is not known here, so what its blocks consist of is not either"
+            f"{did_you_mean(kind, FAMILIES)}; known are {', '.join(FAMILIES)}. If it is a chain of equal blocks, give"
+            f" their sizes: {near},vocab={vocab},seq={tokens} (with gated=1, tied=1, head_dim, experts, top where it"
+            " has these)"
+        )
+    learned, first = found.pop("learned", False), found.pop("first", 0)
+    sizes: dict[str, Any] = {"inner": inner, "kv_heads": kv_heads, "head_dim": size, **found}
     return Model(
-        name or kind or "model",
-        layers=first("num_hidden_layers", "n_layer", "num_layers"),
+        name,
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        vocab=first("vocab_size"),
-        seq=seq,
-        kv_heads=first("num_key_value_heads", default=heads),
-        inner=first("moe_intermediate_size", default=inner) if experts else inner,
-        gated=gated,
-        experts=experts,
-        top=first("num_experts_per_tok", default=2) if experts else 1,
-        tied=bool(config.get("tie_word_embeddings", not gated or kind in _TIED)),
-        positions=0 if gated else seq,
-        head_dim=head_dim,
-        causal=kind not in ("bert", "roberta", "electra", "deberta-v2"),
+        vocab=vocab,
+        seq=tokens - first,
+        positions=tokens if learned else 0,
+        **sizes,
     )
