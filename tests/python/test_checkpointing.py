@@ -15,6 +15,7 @@ from deepc.nn.arena import Arena
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 KEY = "activation_checkpointing"
 
@@ -187,6 +188,56 @@ def test_tensor_ranks_keep_parts_of_checkpoints(world, keys, nodes, tensor):
         if "contiguous_memory_optimization" in keys:
             per = -(-samples * 17 * 32 * 4 // tensor // 64) * 64
             assert stats["contiguous_most_used"] == 4 * per
+
+
+class Inside(nn.Module):
+    """What is recomputed lies inside of a region, where ranks have unequal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict(dict(up=nn.Linear(8, 193), down=nn.Linear(193, 8))) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            h = checkpoint(torch.tanh, block["up"](x), use_reentrant=False)
+            x = x + block["down"](h)
+        return x.square().mean()
+
+
+def _unequal(rank, world):
+    import deepc
+
+    rules = [("column", ".*up.weight$"), ("row", ".*down.weight$")]
+    specs = [{"patterns": [pattern], "partition_type": kind} for kind, pattern in rules]
+    out = []
+    for keys in ({}, dict(partition_activations=True)):
+        torch.manual_seed(1)
+        config = {
+            "train_batch_size": 10,
+            "tensor_parallel": {
+                "autotp_size": 2,
+                "partition_config": {"use_default_specs": False, "layer_specs": specs},
+            },
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            # 10 rows of 97 fp32 on the first rank and of 96 on the second
+            "deepc": {"activations": {"min_bytes": 3860}},
+        }
+        engine, *_ = deepc.initialize(model=Inside(), config={**config, KEY: keys})
+        losses = []
+        for step in range(2):
+            loss = engine(torch.randn(10, 8, generator=torch.Generator().manual_seed(step)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        out.append(losses)
+        engine.destroy()
+    return out
+
+
+def test_ranks_with_unequal_parts_agree_on_what_stays_whole():
+    """The first rank's part was large enough to be cut, and waited for the second one, whose was not."""
+    for plain, cut in run_ranks(_unequal, 2):
+        assert cut == plain
 
 
 class Alike(nn.Module):

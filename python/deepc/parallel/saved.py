@@ -14,6 +14,7 @@ from ..core.lib import C
 from .tensor.group import TensorGroup
 
 _LINE = 64  # bytes: a rank's part begins on a cache line
+_STAYS = -1  # in place of a checksum
 
 
 class Saved:
@@ -51,8 +52,12 @@ class Partition:
         """A forward begins or ends. What is saved several times in one (a mask, by every block) is cut once."""
         self._known.clear()
 
-    def cut(self, x: torch.Tensor) -> Saved | None:
-        """None: it differs between ranks. x: dense, on the CPU. Collective."""
+    def cut(self, x: torch.Tensor | None) -> Saved | None:
+        """None: it differs between ranks. x: dense, on the CPU; None: what this rank has to save stays as it is, which
+        it tells the others, who may have more (shards of unequal widths). Collective, for all that is saved."""
+        if x is None:
+            self._group.rows_of(torch.tensor([_STAYS, 0], dtype=torch.int64, device="cpu"))
+            return None
         key = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         if (known := self._known.get(key)) is not None:
             return known

@@ -75,7 +75,7 @@ class Activations:
             return contextlib.nullcontext()
         if self._all:  # what the model holds anyway
             held = [p for p in self._module.parameters() if not isinstance(p, Released)]
-            self._kept = {t.untyped_storage().data_ptr() for t in (*held, *self._module.buffers())}
+            self._kept = {_address(t) for t in (*held, *self._module.buffers())}
         return self._hooks()
 
     @contextlib.contextmanager
@@ -88,15 +88,16 @@ class Activations:
                 self._partition.begin()
 
     def _pack(self, x: torch.Tensor) -> Any:
-        if x.layout != torch.strided or x.nbytes < self._least or x.device.type != self._place.of:
+        checkpointed, strided = _is_of_a_checkpoint(), x.layout == torch.strided
+        held = isinstance(x, torch.nn.Parameter) or (strided and self._all and _address(x) in self._kept)
+        partition = self._partition if checkpointed and not held else None
+        if not strided or x.nbytes < self._least or x.device.type != self._place.of:
+            if partition is not None:  # another rank's may be larger
+                partition.cut(None)
             return _Here(x)
-        checkpointed = _is_of_a_checkpoint()
-        if self._all:
-            if x.untyped_storage().data_ptr() in self._kept or isinstance(x, torch.nn.Parameter):
-                return _Here(x)
-        elif not checkpointed:
+        if held if self._all else not checkpointed:
             return _Here(x)
-        return packed(x, self._place, self._partition if checkpointed else None)
+        return packed(x, self._place, partition)
 
     def close(self) -> None:
         """What lies there can't be had any more."""
@@ -105,11 +106,11 @@ class Activations:
 
 def packed(x: torch.Tensor, place: Place, partition: Partition | None) -> Any:
     """What is kept of `x`; its value() is `x` again. Collective over the ranks of `partition`."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(x):
-        return _Here(x)
-    if partition is not None and not isinstance(x, torch.nn.Parameter) and (cut := partition.cut(x)) is not None:
-        return cut
-    return place.put(x)
+    dense = torch.ops.aten.is_non_overlapping_and_dense(x)
+    if partition is not None and not isinstance(x, torch.nn.Parameter):
+        if (cut := partition.cut(x if dense else None)) is not None:
+            return cut
+    return place.put(x) if dense else _Here(x)
 
 
 def unpack(kept: Any) -> torch.Tensor:
@@ -135,6 +136,10 @@ def place_of(kind: str, given: Any) -> Place:
 
 def vars_of(value: Any, *names: str) -> dict[str, int]:
     return {n: getattr(value, n) for n in names}
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _is_of_a_checkpoint() -> bool:
