@@ -32,12 +32,18 @@ def mean_over_ranks(total: torch.Tensor, count: torch.Tensor, group: Any) -> tor
     return _Mean.apply(total, count, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Any, *, ignore_index: int = -100) -> torch.Tensor:
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, *, ignore_index: int = -100, items: Any = None
+) -> torch.Tensor:
     """Of this rank's positions: logits [..., vocabulary], labels [...] already shifted (a position's label is the next
     token, which may be another rank's: shard() does it). Returns the mean over all ranks' labels that are not
-    `ignore_index`; see mean_over_ranks."""
+    `ignore_index`, or their sum over `items` (a number or a tensor of one element, equal on all ranks: transformers'
+    num_items_in_batch, of whole sequences); see mean_over_ranks."""
     if logits.shape[:-1] != labels.shape:
         raise ArgumentError(f"logits {list(logits.shape)} and labels {list(labels.shape)} have other positions")
     labels = labels.flatten()
     total = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=ignore_index, reduction="sum")
-    return mean_over_ranks(total, (labels != ignore_index).sum(), group)
+    count = (labels != ignore_index).sum()
+    if items is not None:  # each rank brings its part of them
+        count = torch.as_tensor(items, dtype=torch.float64).reshape(()) / dist.get_world_size(group)
+    return mean_over_ranks(total, count, group)

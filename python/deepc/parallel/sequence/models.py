@@ -31,8 +31,9 @@ class Grouped:
 def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     """A model of transformers (such as Llama, Mistral, Qwen2, GPT-2) so changed that each rank of `group` gives it its
     own positions (shard()): attention sees all of them, by the model's attention implementation so far ("sdpa",
-    "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens. Returns the model;
-    to be called once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
+    "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens (with
+    num_items_in_batch, of whole sequences and equal on all ranks, their sum over that). Returns the model; to be called
+    once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
     model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows."""
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
@@ -73,7 +74,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         return out, None
 
     def loss(logits: torch.Tensor, labels: Any, *_: Any, shift_labels: Any, **kwargs: Any) -> torch.Tensor:
-        return cross_entropy(logits, shift_labels, group, ignore_index=kwargs.get("ignore_index", -100))
+        ignore, items = kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch")
+        return cross_entropy(logits, shift_labels, group, ignore_index=ignore, items=items)
 
     name = f"{_PREFIX}{next(_names)}"
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
