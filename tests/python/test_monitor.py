@@ -634,8 +634,13 @@ class Attended(nn.TransformerEncoderLayer):
         super().__init__(16, 2, 32, 0.0, batch_first=True)
 
 
-def pipeline_figures(rank, world, of_config, pipe):
-    """(tokens, FLOPs) of two batches, by this rank's own monitor, and its FLOPs of a token."""
+def pipeline_figures(rank, world, of_config, pipe, nodes=""):
+    """(tokens, FLOPs) of two batches, by this rank's own monitor, and its FLOPs of a token. nodes: of the stages."""
+    with placed(rank, nodes):
+        return _pipeline_figures(rank, world, of_config, pipe, nodes)
+
+
+def _pipeline_figures(rank, world, of_config, pipe, nodes):
     from deepc.pipe import PipelineModule
 
     def loss(logits, y):
@@ -653,6 +658,12 @@ def pipeline_figures(rank, world, of_config, pipe):
         engine.train_batch(data)
         last = engine.monitor.last
         out.append((last["tokens"], round(last["tflops"] * last["time_s"] * 1e12)))
+        # two micro-batches of activations there, or their gradients back, and what all ranks tell each other
+        assert ("sent_bytes" in last) == bool(nodes)
+        assert not nodes or 2 * 2 * 16 * 16 * 4 < last["sent_bytes"] < 2 * 2 * 16 * 16 * 4 + 8192
+    sent = engine.comm_bytes
+    assert (sent["activations"] > 4 * 2 * 16 * 16 * 4) == bool(nodes and rank == 0), "with a header before each"
+    assert (sent["total"] > 0) == bool(nodes) and sent["total"] == sum(n for k, n in sent.items() if k != "total")
     per_token = engine.monitor.flops_per_token
     engine.destroy()
     return out, per_token
@@ -663,12 +674,13 @@ def pipeline_figures(rank, world, of_config, pipe):
     [(False, {}), (True, {}), pytest.param(False, {"schedule": "interleaved"}, marks=pytest.mark.full)],
 )
 def test_a_pipelines_flops_are_those_of_all_stages(of_config, pipe):
-    """Only the first stage sees tokens, and the others counted nothing."""
+    """Only the first stage sees tokens, and the others counted nothing. Stages on nodes of their own had no
+    sent_bytes."""
     (alone,) = run_ranks(pipeline_figures, 1, args=(of_config, {}))
     weights = sum(p.numel() for m in (*(Attended() for _ in range(4)), nn.Linear(16, 61)) for p in m.parameters())
     flops = 64 * (6 * weights + 12 * 4 * 16 * 16)
     assert alone == ([(64, flops), (128, flops)], 6 * weights)
-    assert run_ranks(pipeline_figures, 2, args=(of_config, pipe)) == [alone] * 2
+    assert run_ranks(pipeline_figures, 2, args=(of_config, pipe, "01" * of_config)) == [alone] * 2
 
 
 class Table(nn.Embedding):

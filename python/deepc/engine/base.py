@@ -342,10 +342,19 @@ class EngineBase(ModelWrapper):
     # ---- what it costs -----------------------------------------------------------------------------------------------
     @property
     def comm_bytes(self) -> dict[str, int]:
-        """Bytes that this rank has sent to other nodes so far: "gradients", "parameters", "control" (norms, broadcasts)
-        and "total". Payload: without the headers of the network. All 0 on one node."""
-        sent = {"gradients": 0, "parameters": 0, "control": 0, **self.averaging.sent_bytes}
+        """Bytes that this rank has sent to other nodes so far: "gradients", "parameters", "control" (norms,
+        broadcasts), "activations" (what stages, and ranks that share tensors, experts or sequences, tell each other in
+        forward and backward; of groups that several engines have in common, for all of these) and "total". Payload:
+        without the headers of the network. All 0 on one node."""
+        sent = {"gradients": 0, "parameters": 0, "control": 0, "activations": self._activations_sent()}
+        for group in {id(g): g for g in (self.averaging, self.everyone)}.values():
+            sent.update({what: sent[what] + n for what, n in group.sent_bytes.items()})
         return {**sent, "total": sum(sent.values())}
+
+    def _activations_sent(self) -> int:
+        if self.mesh.tp * self.mesh.sp * self.mesh.ep == 1 or not torch.distributed.is_initialized():
+            return 0
+        return sum(getattr(comm, "sent_bytes", 0) for comm in opened_comms(self.mesh))
 
     def memory_summary(self) -> dict[str, int]:
         """Bytes of this process now (rss, pss, peak) and of the plan."""

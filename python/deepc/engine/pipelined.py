@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from ..comm.failures import break_messages
 from ..comm.groups import lost
+from ..comm.place import node_id
 from ..core.ops import add_up, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.hops import Hops, in_words
@@ -57,7 +59,7 @@ class PipelineEngine(Engine):
         place = self.mesh.coordinates(self.everyone.rank)
         self.stage_id, self.num_stages = place.pp, self.mesh.pp
         column = self.mesh.group("pp", self.everyone.rank)
-        hops = Hops(column, functools.partial(lost, self.everyone))
+        hops = Hops(column, functools.partial(lost, self.everyone), self._far(column))
         self._stages = Stages(self.part, column, place.pp, hops)
         self._indices = {id(p): i for i, p in enumerate(self.state.trained)}
         self._iterator: Iterator[Any] | None = None  # set_dataiterator's
@@ -81,6 +83,15 @@ class PipelineEngine(Engine):
         self._watch_copies()
         self._spread_ties()
         say(self, self._in_words())
+
+    def _far(self, column: Sequence[int]) -> frozenset[int]:
+        """The ranks of this pipeline that are on other nodes. Collective over all ranks."""
+        name = zlib.crc32(node_id().encode())
+        nodes = self.everyone.gather_all(torch.tensor([name], dtype=torch.int64, device="cpu")).view(-1).tolist()
+        return frozenset(stage for stage, rank in enumerate(column) if nodes[rank] != name)
+
+    def _activations_sent(self) -> int:
+        return super()._activations_sent() + self._stages.hops.sent_bytes
 
     def _in_words(self) -> str:
         """Of the pipeline, for the log."""

@@ -7,6 +7,7 @@ the ranks that hold the same part of a model (those of the data and the sequence
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -139,7 +140,7 @@ class Mesh:
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups along an axis, by their first rank: each rank is in one."""
-        return tuple(sorted({self.group(axis, r) for r in range(self.size)}))
+        return _groups(self, axis)
 
     def require_data_parallel(self) -> Mesh:
         """This mesh; UnsupportedError if another axis than dp is longer than 1."""
@@ -167,3 +168,9 @@ class Mesh:
     def __str__(self) -> str:
         sizes = " x ".join(f"{a} {getattr(self, a)}" for a in (*AXES, "ep") if getattr(self, a) > 1 or a == "dp")
         return f"{sizes}, {self.ranks_per_node} rank{'s' * (self.ranks_per_node > 1)} a node"
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Kept: a step may ask, and it is work for each rank that there is."""
+    return tuple(sorted({mesh.group(axis, r) for r in range(mesh.size)}))

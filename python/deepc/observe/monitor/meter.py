@@ -387,8 +387,8 @@ class Meter(Listener):
             out["reason"] = result.reason
         if self._peak and flops:
             out["fraction_of_peak"] = flops / seconds / self._peak
-        if engine.plan.nodes > 1:
-            sent = engine.comm_bytes["total"]
+        sent = engine.comm_bytes["total"]
+        if engine.plan.nodes > 1 or sent:  # stages and tensor shards may lie on nodes of their own
             out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
         if (exchanged := engine.step_policy.exchanged) is not None:
             out["exchange"] = exchanged

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,16 @@ _LONE = -1  # a tensor that is in no tuple
 class Hops:
     """ranks: the pipeline's, first stage first, in the default group. Tags tell messages between the same two ranks
     apart; those of one tag come in the order in which they were sent. lost: the error of a message with a rank of the
-    default group that another backend than ours carried, of what it was and what the backend said."""
+    default group that another backend than ours carried, of what it was and what the backend said. far: the ranks of
+    the pipeline that are on other nodes; sent_bytes: what went to them."""
 
     def __init__(
-        self, ranks: Sequence[int], lost: Callable[[int, str, RuntimeError], BaseException] | None = None
+        self,
+        ranks: Sequence[int],
+        lost: Callable[[int, str, RuntimeError], BaseException] | None = None,
+        far: Collection[int] = (),
     ) -> None:
-        self._ranks, self._lost = ranks, lost
+        self._ranks, self._lost, self._far = ranks, lost, far
         self._under_way: list[tuple[Any, int]] = []  # and to whom
         self.sent_bytes = 0
 
@@ -101,7 +105,8 @@ class Hops:
 
     def _start(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if tensor.numel():
-            self.sent_bytes += tensor.numel() * tensor.element_size()
+            if to in self._far:
+                self.sent_bytes += tensor.numel() * tensor.element_size()
             self._under_way = [(w, rank) for w, rank in self._under_way if not w.is_completed()]
             with self._named(to, "to"):
                 self._under_way.append((dist.isend(tensor.contiguous(), self._ranks[to], tag=tag), to))
