@@ -270,6 +270,17 @@ def _refusals(rank, world):
     with pytest.raises(MisuseError, match="share\\(\\)d already"):
         share(takes, group)
     if importlib.util.find_spec("transformers"):
+        import transformers
+
+        sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=61, pad_token_id=0)
+        mixed = dict(
+            attn_layer_period=2, attn_layer_offset=1, intermediate_size=64, num_experts=1, num_experts_per_tok=1
+        )
+        for config, found in ((transformers.JambaConfig(**sizes, **mixed), 1), (transformers.FalconConfig(**sizes), 0)):
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            with pytest.raises(UnsupportedError, match=f"of the 2 layers of .*ForCausalLM {found} have"):
+                share(model, group)  # Jamba's state spaces saw a part of the positions, without a word
         model = share(_model("llama"), group)
         part = shard({"input_ids": ids, "labels": ids}, group)
         for wrong, match in (

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...nn.fuse import _calls
 from .attention import attend
 from .loss import cross_entropy
 
@@ -34,7 +35,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens (with
     num_items_in_batch, of whole sequences and equal on all ranks, their sum over that). Returns the model; to be called
     once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
-    model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows."""
+    model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows, and for
+    layers that mix positions otherwise (state spaces)."""
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     ranks = dist.get_world_size(group)
@@ -60,6 +62,13 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if (found := sum(_calls(m, "ALL_ATTENTION_FUNCTIONS") for m in model.modules())) < text.num_hidden_layers:
+        raise UnsupportedError(
+            f"sequence parallelism: of the {text.num_hidden_layers} layers of {type(model).__name__} {found} have an"
+            " attention whose implementation can be chosen; the others (an attention of their own, a state space, a"
+            " recurrence) would see this rank's positions alone. Take a model whose layers all have one, or give the"
+            " attention of your own model to deepc.parallel.sequence.DistributedAttention"
+        )
     local = ALL_ATTENTION_FUNCTIONS[str(implementation)]
 
     def attention(
