@@ -32,6 +32,7 @@ from deepc.plan.predict import dryrun
 from deepc.plan.predict.dryrun import child
 from deepc.plan.predict.estimate import (
     MemoryEstimate,
+    check,
     estimate,
     model_states_bytes,
     plan_text,
@@ -42,7 +43,7 @@ from deepc.plan.predict.estimate.case import Divided
 from deepc.plan.predict.estimate.options import by_nodes, options_by_counts
 from deepc.plan.predict.shapes import Work
 from programs import run_python
-from ranks import RankFailure, run_ranks  # noqa: F401
+from ranks import RankFailure, for_this_job, placed, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
 
 GIB = 1 << 30
@@ -311,6 +312,8 @@ def test_what_a_dry_run_cannot_do_says_why() -> None:
         estimate(3, config(0, micro=1))
     with pytest.raises(ArgumentError, match="returned int"):
         estimate(lambda: 3, config(0, micro=1))
+    with pytest.raises(ArgumentError, match="steps 0"):  # there were no activations then
+        estimate(make_model(), config(0, micro=1), make_batch(0, 1), steps=0)
 
 
 def test_an_error_of_the_dry_run_keeps_its_class_and_message() -> None:
@@ -732,6 +735,49 @@ def test_initialize_with_a_sample_batch_knows_the_peak() -> None:
     for told in run_ranks(planned, 2):
         assert told["known"] and told["fits"] and told["live_peak"] > 0 and told["available"] > told["node_peak"]
         json.dumps(told)
+
+
+class Pair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def on_nodes(rank: int, world: int, nodes: str, tensor: int):
+    """The plan, and for which (ranks a node, nodes) a refusal looks for what would take less."""
+    kinds = {"up": "column", "down": "row"}
+    specs = [{"patterns": [f".*{name}.weight"], "partition_type": kind} for name, kind in kinds.items()]
+    asked, sample = config(1, micro=4), torch.ones(4, 8)
+    if tensor > 1:
+        asked["tensor_parallel"] = {"autotp_size": tensor, "partition_config": {"layer_specs": specs}}
+    looked: list[tuple[int, int]] = []
+    for_this_job(check, "options_of", lambda case, *_: looked.append((case.ranks_per_node, case.nodes)) or [])
+    with placed(rank, nodes):
+        engine = deepc.initialize(model=Pair(), config=asked, sample_batch=sample)[0]
+        told = engine.memory_plan
+        engine.destroy()
+        # room for one rank, not for two
+        for_this_job(memory, "available", lambda: int(1.5 * told.rank_peak))
+        try:
+            deepc.initialize(model=Pair(), config=asked, sample_batch=sample)[0].destroy()
+            refused = False
+        except OutOfMemoryError:
+            refused = True
+    return told.node_peak / told.rank_peak, refused, looked
+
+
+@pytest.mark.parametrize(
+    "nodes, tensor, refused, looked", [("011", 1, True, []), ("01", 2, False, []), ("0011", 2, True, [(2, 2)])]
+)
+def test_the_ranks_of_a_node_count_and_no_others(nodes: str, tensor: int, refused: bool, looked: list) -> None:
+    """Those of all nodes did, where these have different numbers of ranks. What is proposed was for so many ranks on a
+    node as share a model, wherever these are."""
+    for rank, told in enumerate(run_ranks(on_nodes, len(nodes), args=(nodes, tensor))):
+        assert told[0] == pytest.approx(nodes.count(nodes[rank]), abs=0.5)  # with what is shared
+        assert told[1:] == (refused, looked)
 
 
 @pytest.mark.full

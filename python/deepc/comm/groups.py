@@ -322,7 +322,7 @@ class MultiNodeGroup:
 
 class TorchGroup(_OneNode):
     """Ranks on several nodes or GPUs, over torch.distributed's default group, or a group of `ranks` of it (then made
-    collectively by these). ranks: None for all."""
+    collectively by these). ranks: None for all. node: this rank's, of CPUs."""
 
     transport: Literal["c10d"] = "c10d"
 
@@ -332,8 +332,9 @@ class TorchGroup(_OneNode):
         uneven: str = "",
         ranks: Sequence[int] | None = None,
         timeout: datetime.timedelta | None = None,
+        node: int = 0,
     ) -> None:
-        self.device, self.uneven, self.ranks = device, uneven, ranks
+        self.device, self.uneven, self.ranks, self.node = device, uneven, ranks, node
         self._group = None if ranks is None else new_group(ranks, timeout=timeout)
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.ranks_per_node, self.local_rank, self.leader = 1, 0, True
@@ -560,4 +561,4 @@ def open_group(
             f"an engine of ranks {list(ranks)} of {dist.get_world_size()} needs nodes with equally many of them:"
             f" {uneven}"
         )
-    return TorchGroup(device, uneven, ranks, timeout)
+    return TorchGroup(device, uneven, ranks, timeout, places.node_of[rank])

@@ -55,6 +55,8 @@ def estimate(
         )
     if ranks_per_node < 1 or nodes < 1:
         raise ArgumentError(f"ranks_per_node {ranks_per_node} and nodes {nodes} must be at least 1")
+    if steps < 1:
+        raise ArgumentError(f"steps {steps}: a dry run has at least 1")
     world = ranks_per_node * nodes
     parsed = Config.load(config, world_size=world, device_type=torch.device(device).type, allow_auto=True)
     case = Case(

@@ -179,9 +179,10 @@ def check_plan(
         e = _of_pipeline(e, rows, mine)
     if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):
         return e
-    asked = sample_batch is not None and not failure and staged is None
+    even = all(len(n) == len(mine) for n in nodes)  # of others an estimate does not know
+    asked = sample_batch is not None and not failure and staged is None and even
     if asked:
-        ranks, divide = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1) * experts, _divided(experts)
-        case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=divide)
+        ranks, divide = len(mine), _divided(experts)
+        case = Case(model, config, sample_batch, loss_fn, ranks, len(nodes), base, plan.device, 3, divide=divide)
         e = changed(e, options=tuple(options_of(case, e, e.available or 0)))
     raise OutOfMemoryError(refusal(e, asked))

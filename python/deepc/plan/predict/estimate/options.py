@@ -24,9 +24,14 @@ def options_of(case: Case, now: MemoryEstimate, have: int) -> list[Option]:
 
     from .. import dryrun
 
-    tensors: list[torch.Tensor] = []
-    dryrun.with_tensors(case.batch, lambda t: tensors.append(t) or t)
-    rows = min((t.shape[0] for t in tensors if t.dim()), default=1)
+    counts: list[int] = []
+
+    def seen(t: torch.Tensor) -> torch.Tensor:
+        counts.extend(t.shape[:1])
+        return t
+
+    dryrun.with_tensors(case.batch, seen)
+    rows = min(counts, default=1)
     out: list[Option] = []
     tries: list[tuple[str, dict[str, Any], int, bool]] = []
     smaller = rows
