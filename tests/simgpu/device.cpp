@@ -5,7 +5,10 @@
 // It is as late as a GPU may be: a copy with non_blocking=True between a device and locked host memory stays in its
 // stream until something waits for the stream or one of its events, or another operation of that stream comes. So a
 // missing wait is seen: storage that has not been filled, or that has been given back, is full of NaN, and so is memory
-// that a late copy reads after the host has overwritten it.
+// that a late copy reads after the host has overwritten it. A late copy keeps no memory alive, as a GPU's does not. It is
+// waited for, as torch's allocators do, where its memory is torch's own locked one, or a device's of the same stream or
+// of one that record_stream has named. Else it reads NaN of what has gone; what it writes to, and memory of the host that
+// is unlocked, is a race that `races` tells.
 //
 // All arithmetic is the CPU's: operators without a kernel here run on copies (at::native::cpu_fallback).
 #include <torch/csrc/utils/pybind.h>
@@ -21,11 +24,14 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
+#include <utility>
 
 namespace {
 
@@ -35,12 +41,22 @@ using Held = std::lock_guard<std::recursive_mutex>;
 
 // ---- streams
 // ---------------------------------------------------------------------------------------------------------
+struct Span {
+  uintptr_t begin, end;
+  bool meets(const Span &other) const { return begin < other.end && other.begin < end; }
+};
+struct Late {
+  std::function<void()> copy;
+  Span device, host;
+  bool to_device;
+};
 struct Queue {
-  std::deque<std::function<void()>> waiting;
+  std::deque<Late> waiting;
   int64_t begun = 0, told = 0; // operations that have run; that were told to run
 };
 std::map<int64_t, Queue> queues;
 thread_local int64_t current = 0;
+std::vector<std::string> races;
 
 void reach(int64_t stream, int64_t mark) {
   const Held held(lock);
@@ -49,7 +65,7 @@ void reach(int64_t stream, int64_t mark) {
   while (q.begun < mark && !q.waiting.empty()) {
     const auto next = std::move(q.waiting.front());
     q.waiting.pop_front(), q.begun++;
-    next();
+    next.copy();
   }
 }
 int64_t mark(int64_t stream) {
@@ -57,19 +73,42 @@ int64_t mark(int64_t stream) {
   return queues[stream].told;
 }
 void drain(int64_t stream) { reach(stream, mark(stream)); }
+// The streams with copies for which use(copy).
+template <class F> std::vector<int64_t> streams_of(F use) {
+  std::vector<int64_t> found;
+  for (const auto &[stream, queue] : queues)
+    if (std::any_of(queue.waiting.begin(), queue.waiting.end(), use)) found.push_back(stream);
+  return found;
+}
+void race(const char *memory, int64_t stream) {
+  races.push_back(std::string(memory) + " went while a copy in stream " + std::to_string(stream) + " used it");
+}
 
 // ---- memory
 // ----------------------------------------------------------------------------------------------------------
-std::map<void *, size_t> blocks;
+struct Block {
+  size_t size;
+  std::set<int64_t> streams; // it was made in, and record_stream has named: torch's allocator waits for these
+};
+std::map<void *, Block> blocks;
 size_t allocated = 0, most = 0;
 std::map<uintptr_t, size_t> locked; // of the host
+Span span(const void *p, size_t n) { return {(uintptr_t)p, (uintptr_t)p + n}; }
 
 void give_back(void *p) {
   if (!p) return;
   const Held held(lock);
   const auto at = blocks.find(p);
-  memset(p, 0xff, at->second);
-  allocated -= at->second;
+  const Block &b = at->second;
+  const Span mine = span(p, b.size);
+  const auto uses = [&mine](const Late &late) { return late.device.meets(mine); };
+  for (const int64_t stream : b.streams)
+    if (const auto &waiting = queues[stream].waiting; std::any_of(waiting.begin(), waiting.end(), uses)) drain(stream);
+  for (const int64_t stream : streams_of([&uses](const Late &late) { return uses(late) && late.to_device; }))
+    race("memory of the device", stream);
+  memset(p, 0xff, b.size);
+  for (const int64_t stream : streams_of(uses)) drain(stream);
+  allocated -= b.size;
   blocks.erase(at);
   free(p);
 }
@@ -80,7 +119,7 @@ struct Memory final : c10::Allocator {
     if (p) {
       const Held held(lock);
       memset(p, 0xff, n);
-      blocks[p] = n, allocated += n, most = std::max(most, allocated);
+      blocks[p] = {n, {current}}, allocated += n, most = std::max(most, allocated);
     }
     return {p, p, &give_back, c10::Device(kDevice, 0)};
   }
@@ -94,6 +133,8 @@ REGISTER_ALLOCATOR(kDevice, &memory)
 void give_back_locked(void *p) {
   if (!p) return;
   const Held held(lock);
+  const Span mine = span(p, locked[(uintptr_t)p]);
+  for (const int64_t stream : streams_of([&mine](const Late &late) { return late.host.meets(mine); })) drain(stream);
   memset(p, 0xff, locked[(uintptr_t)p]);
   locked.erase((uintptr_t)p);
   free(p);
@@ -112,6 +153,14 @@ struct LockedMemory final : c10::Allocator {
   void copy_data(void *to, const void *from, size_t n) const override { memcpy(to, from, n); }
 };
 LockedMemory locked_memory;
+
+void unlock(uintptr_t p) {
+  const Held held(lock);
+  const Span mine = {p, p + locked[p]};
+  for (const int64_t stream : streams_of([&mine](const Late &late) { return late.host.meets(mine); }))
+    race("locked memory of the host", stream), drain(stream);
+  locked.erase(p);
+}
 
 bool is_locked(const void *p) {
   const Held held(lock);
@@ -166,18 +215,30 @@ at::Tensor on_cpu(const at::Tensor &t) {
                        at::TensorOptions().dtype(t.dtype()).device(at::kCPU));
 }
 
+// The same without its storage: what an operation that is under way knows of a tensor.
+at::Tensor bare(const at::Tensor &t) {
+  return at::from_blob(t.numel() ? t.data_ptr() : nullptr, t.sizes(), t.strides(),
+                       at::TensorOptions().dtype(t.dtype()).device(at::kCPU));
+}
+Span span_of(const at::Tensor &t) {
+  return span(t.data_ptr(), at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize()));
+}
+
 at::Tensor copy_from(const at::Tensor &from, const at::Tensor &to, bool non_blocking) {
   const at::Tensor host = from.is_cpu() ? from : to.is_cpu() ? to : at::Tensor();
-  const auto copy = [from, to] {
-    const at::NoGradGuard no_grad;
-    on_cpu(to).copy_(on_cpu(from));
-  };
+  const at::Tensor target = on_cpu(to), source = on_cpu(from); // and both are large enough
   if (non_blocking && host.defined() && host.numel() && is_locked(host.data_ptr())) {
     const Held held(lock);
-    queues[current].waiting.push_back(copy), queues[current].told++;
+    const auto copy = [target = bare(target), source = bare(source)] {
+      const at::NoGradGuard no_grad;
+      target.copy_(source);
+    };
+    queues[current].waiting.push_back({copy, span_of(from.is_cpu() ? to : from), span_of(host), from.is_cpu()});
+    queues[current].told++;
   } else {
     drain(current);
-    copy();
+    const at::NoGradGuard no_grad;
+    target.copy_(source);
   }
   return to;
 }
@@ -226,7 +287,11 @@ at::Scalar scalar_of(const at::Tensor &self) {
   drain(current);
   return on_cpu(self).item();
 }
-void record_stream(at::Tensor &, c10::Stream) {}
+void record_stream(at::Tensor &self, c10::Stream stream) {
+  const Held held(lock);
+  const auto at = blocks.find(self.storage().mutable_data());
+  if (at != blocks.end()) at->second.streams.insert(stream.id());
+}
 
 // Operators without a kernel here: the CPU's over the same memory. Those that resize what they write run on copies.
 void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
@@ -292,7 +357,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current", [] { return current; });
   m.def("set_current", [](int64_t stream) { current = stream; });
   m.def("lock", [](uintptr_t p, size_t n) { locked[p] = n; });
-  m.def("unlock", [](uintptr_t p) { locked.erase(p); });
+  m.def("unlock", &unlock);
+  m.def("races", [] { return std::exchange(races, {}); });
   m.def("allocated", [] { return allocated; });
   m.def("most", [] { return most; });
   m.def("reset_most", [] { most = allocated; });

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 NAME = "mtia"
@@ -177,6 +178,15 @@ def install() -> None:
     for name, value in _names().items():
         setattr(torch.mtia, name, value)  # what else torch looks for there stays
     sys.meta_path.insert(0, _Finder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test in which memory went while a late copy used it has failed."""
+    core.races()  # of what came before
+    yield
+    if found := core.races():
+        pytest.fail("; ".join(sorted(set(found))))
 
 
 core = _build()
