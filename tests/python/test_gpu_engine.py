@@ -3,6 +3,7 @@ device without hardware (tests/simgpu)."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -373,6 +374,32 @@ class Wide(torch.nn.Module):
         for layer in self.layers:
             x = x + torch.nn.functional.relu(layer(x))
         return x.float().square().mean()
+
+
+@pytest.mark.parametrize("place", ["parameters in host memory", "parameters on disk"])
+def test_memory_is_nobody_elses_while_a_forward_that_was_broken_off_still_fills_it(place, tmp_path):
+    """tests/simgpu tells of memory that goes while a copy uses it."""
+    import deepc
+
+    model = tiny.make_model()
+    engine = deepc.initialize(model=model, config=away(place, tmp_path), device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    for _ in range(2):  # the second knows what comes, and gathers it ahead
+        engine.backward(engine(x, y))
+        engine.step()
+    handle = engine.module.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        engine(x, y)
+    handle.remove()
+    units = engine.state.units._units
+    assert any(unit.state.name == "ARRIVING" for unit in units)
+    sizes = [unit.flat.numel() for unit in units]
+    engine.destroy()
+    del engine, units
+    gc.collect()
+    others = [torch.full((n,), 7.0, dtype=torch.bfloat16, device=GPU) for n in sizes for _ in range(4)]
+    gpu.synchronize()
+    assert all((t == 7).all() for t in others)
 
 
 @pytest.mark.parametrize("place", [p for p, (_, params) in PLACES.items() if params != "none"])

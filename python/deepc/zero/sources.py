@@ -179,6 +179,12 @@ class HostSource(NodeSource):
         self.settle()
         super().write(unit, i, value)
 
+    def close(self) -> bool:
+        # Units that nobody came for (a forward was broken off): the device's allocator knows nothing of this stream, and
+        # would give their memory to others while it is written.
+        self.settle()
+        return super().close()
+
 
 class Exchange:
     """Groups of our own over `ranks` (None: all), for parts of parameters. `what`: whose they are, for messages. After
