@@ -284,6 +284,40 @@ def test_states_in_a_format_off_the_device(place, kind, form, tmp_path):
     close(got, want, 3e-2)  # random bits are those of an element's place
 
 
+def test_times_are_those_of_the_engines_device_whichever_is_the_current_one(monkeypatch):
+    """wall_clock_breakdown, the profile of operations, and what a recomputation measures."""
+    import deepc
+    from deepc.engine.states.recompute import Recomputation
+    from deepc.observe.profile.flops import FlopsProfiler
+
+    asked = []
+
+    class Event(gpu.Event):
+        def record(self, stream=None):
+            asked.append(stream is not None and stream.device)
+            super().record(stream)
+
+    cfg = {**tiny.config(2, micro=8), "wall_clock_breakdown": True}
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg, device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "Event", Event)
+        engine.backward(engine(x, y))
+        engine.step()
+    assert asked and set(asked) == {engine.device}
+    asked.clear()
+    profiler = FlopsProfiler(engine.module)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "synchronize", asked.append)
+        profiler.start_profile()
+        engine(x, y)
+        profiler.end_profile()
+        measured = len(asked)
+        Recomputation.clock(None, (x, 1))
+    assert 0 < measured < len(asked) and set(asked) == {engine.device}
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_states_on_disk_at_stages_1_and_2(stage, tmp_path):
     want = train(tiny.config(stage, micro=8, precision="bf16"))

@@ -81,8 +81,8 @@ class Recomputation(recomputation.Recomputation):
         return self._moves is not None
 
     def clock(self, args: tuple[Any, ...]) -> float:
-        if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
-            torch.cuda.synchronize()
+        for device in {a.device for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def storage(self, x: torch.Tensor) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ class WallClock(Listener):
         if not self._cuda:
             return now
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._engine.device))  # which may not be the current device
         return event
 
     def begin(self, name: str, now: int) -> None:

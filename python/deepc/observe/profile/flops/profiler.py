@@ -107,6 +107,7 @@ class FlopsProfiler:
         self._counter: _Counter | None = None
         self._stance: Any = None
         self._inside = 0
+        self._gpus: set[torch.device] = set()  # that the model computes on: the current one may be another
 
     # ---- recording ---------------------------------------------------------------------------------------------------
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
@@ -114,6 +115,8 @@ class FlopsProfiler:
         their operators go to the module around them."""
         self.stop_profile()
         self.reset_profile()
+        of_model = (*self.model.parameters(), *self.model.buffers())
+        self._gpus = {t.device for t in of_model if t.device.type == "cuda"}
         for module in self.model.modules():
             if not (ignore_list and type(module) in ignore_list):
                 self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -156,8 +159,8 @@ class FlopsProfiler:
                 module.__dict__.pop(name, None)
 
     def _now(self) -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in self._gpus:
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
