@@ -146,6 +146,22 @@ def test_offloaded_gradients_and_parameters_are_in_locked_memory():
     engine.destroy()
 
 
+def test_locked_memory_that_nobody_holds_goes_when_the_copies_from_it_are_through():
+    """tests/simgpu tells of memory that goes while a copy uses it."""
+    from deepc.core import memory
+
+    n, stream = 1 << 20, gpu.Stream()
+    copy = torch.zeros(n, device=GPU)
+    gpu.synchronize()
+    with gpu.stream(stream):
+        host = memory.zeros(n, torch.float32, locked=True).fill_(3.0)
+        assert is_locked(host)
+        copy.copy_(host, non_blocking=True)
+        del host
+    stream.synchronize()
+    assert (copy == 3.0).all()
+
+
 def test_checkpoint_between_cpu_and_gpu(tmp_path):
     import deepc
 

@@ -5,10 +5,10 @@
 // It is as late as a GPU may be: a copy with non_blocking=True between a device and locked host memory stays in its
 // stream until something waits for the stream or one of its events, or another operation of that stream comes. So a
 // missing wait is seen: storage that has not been filled, or that has been given back, is full of NaN, and so is memory
-// that a late copy reads after the host has overwritten it. A late copy keeps no memory alive, as a GPU's does not. It is
-// waited for, as torch's allocators do, where its memory is torch's own locked one, or a device's of the same stream or
-// of one that record_stream has named. Else it reads NaN of what has gone; what it writes to, and memory of the host that
-// is unlocked, is a race that `races` tells.
+// that a late copy reads after the host has overwritten it. A late copy keeps no memory alive, as a GPU's does not. It
+// is waited for, as torch's allocators do, where its memory is torch's own locked one, or a device's of the same stream
+// or of one that record_stream has named. Else it reads NaN of what has gone; what it writes to, and memory of the host
+// that is unlocked, is a race that `races` tells.
 //
 // All arithmetic is the CPU's: operators without a kernel here run on copies (at::native::cpu_fallback).
 #include <torch/csrc/utils/pybind.h>
@@ -353,6 +353,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_locked", [](uintptr_t p) { return is_locked((void *)p); });
   m.def("reach", &reach, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("drain", &drain, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def(
+      "drain_all",
+      [] {
+        const Held held(lock);
+        for (const int64_t stream : streams_of([](const Late &) { return true; })) drain(stream);
+      },
+      pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("mark", &mark);
   m.def("current", [] { return current; });
   m.def("set_current", [](int64_t stream) { current = stream; });

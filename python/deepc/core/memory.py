@@ -78,6 +78,10 @@ class _LockedBlock(_Block):
 
     def __del__(self) -> None:
         if getattr(self, "locked", False):
+            # A copy may be under way, and torch's allocators know nothing of this memory.
+            with contextlib.suppress(RuntimeError):
+                if not torch.cuda.is_current_stream_capturing():
+                    torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.begin)  # type: ignore[attr-defined]
         super().__del__()
 

@@ -180,8 +180,8 @@ class HostSource(NodeSource):
         super().write(unit, i, value)
 
     def close(self) -> bool:
-        # Units that nobody came for (a forward was broken off): the device's allocator knows nothing of this stream, and
-        # would give their memory to others while it is written.
+        # Units that nobody came for (a forward was broken off): the device's allocator knows nothing of this stream,
+        # and would give their memory to others while it is written.
         self.settle()
         return super().close()
 
