@@ -48,7 +48,7 @@ def html(found: Found) -> str:
         f" tokens a step, {case.precision}, {case.cluster.ranks} ranks. Predicted, not measured.</div>",
         f'<div class="figures">{"".join(f"<div><b>{escape(v)}</b>{escape(w)}</div>" for v, w in figures)}</div>',
         _section("The layout", f"<p><b>{escape(str(p.layout))}</b></p><p>{escape(p.limit(found.fastest))}.</p>"),
-        _section("Who stands where", _grid_svg(p)),
+        _section("Who stands where", _grid(p)),
         _section("Who holds what", _stages_table(p)),
         _section("Where a step's time goes", _time_bar(p)),
         _section("A step of the pipeline", _timeline(p)),
@@ -73,12 +73,18 @@ def _svg(width: float, height: float, body: str) -> str:
     )
 
 
+def _grid(p: Predicted) -> str:
+    """The picture of ranks, and what is to be said of it."""
+    keys = {"dp": "d data", "sp": "s sequence", "tp": "t tensor"}
+    axes = ", ".join(v for k, v in keys.items() if getattr(p.layout, k) > 1)
+    note = f'<p class="muted">A box is a rank: its number, its place along {axes}.</p>' if axes else ""
+    left = len({node for node, _ in p.case.cluster.places()}) - _NODES
+    more = f'<p class="muted">and {left} nodes more, in the same way</p>' if left > 0 else ""
+    return note + grid_svg(p) + more
+
+
 def grid_svg(p: Predicted) -> str:
-    """Ranks by node: the colour is the pipeline's rank, the text the coordinates."""
-    return _grid_svg(p)
-
-
-def _grid_svg(p: Predicted) -> str:
+    """Ranks by node, a picture by itself: the colour is the pipeline's rank, the text the coordinates."""
     mesh, places = p.layout.mesh(), p.case.cluster.places()
     nodes: dict[int, list[int]] = {}
     for rank, (node, _) in enumerate(places):
@@ -120,11 +126,7 @@ def _grid_svg(p: Predicted) -> str:
         legend.append(f'<text x="{x + 20}" y="{y + 12}">{label}</text>')
     width = max(width, 290 * min(4, p.layout.pp) if p.layout.pp > 1 else width)
     height += 26 + (min(p.layout.pp, len(_STAGE)) - 1) // 4 * 22
-    more = f'<p class="muted">and {len(nodes) - _NODES} nodes more, in the same way</p>' if len(nodes) > _NODES else ""
-    keys = {"dp": "d data", "sp": "s sequence", "tp": "t tensor"}
-    told_axes = ", ".join(v for k, v in keys.items() if getattr(p.layout, k) > 1)
-    note = f'<p class="muted">A box is a rank: its number, its place along {told_axes}.</p>' if told_axes else ""
-    return note + _svg(width, height, "".join([*out, *legend])) + more
+    return _svg(width, height, "".join([*out, *legend]))
 
 
 def _stages_table(p: Predicted) -> str:
