@@ -1,6 +1,6 @@
 """The Python of the pages in docs/ runs as it stands, in order, in one namespace; `before` has the names that a page
-leaves to the reader (a model, data), and every folder of a disk is one of the test's. A page whose Python is not run says
-why in NOT_RUN. Command lines of all pages are understood, and configurations are taken."""
+leaves to the reader (a model, data), and every folder of a disk is one of the test's. What is not run says why in
+NOT_RUN. Command lines of all pages are understood, and configurations are taken."""
 
 from __future__ import annotations
 
