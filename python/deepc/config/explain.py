@@ -275,6 +275,11 @@ def _default(row: Key) -> str:
 
 
 def _does(row: Key, prefix: str = "") -> str:
+    also = f' Also called "{row.alias}".' if row.alias else ""
+    return _meaning(row, prefix) + also
+
+
+def _meaning(row: Key, prefix: str) -> str:
     differs = DIFFERS.get(prefix + row.path, "")
     if row.state is State.ACTIVE:
         return row.help + (f" Differs from DeepSpeed: {differs}" if differs else "")
@@ -286,7 +291,7 @@ def _does(row: Key, prefix: str = "") -> str:
         only = '; accepted: {"enabled": false}'
     if row.state is State.LATER:
         return (
-            f"deepc has no {row.why}{only}."
+            f"deepc does not have {row.why}{only}."
             if row.ok is not ANY
             else f"Of what deepc does not have ({row.why}): read only when that is switched on."
         )

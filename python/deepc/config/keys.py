@@ -250,7 +250,12 @@ KEYS: tuple[Key, ...] = (
     ),
     _inert("bf16.immediate_grad_update", "bool", False, "Add gradients in hooks.", "deepc's hooks always do"),
     _later("bf16.bf16_master_weights_and_grads", "bool", False, "bf16 master weights"),
-    _later("bf16.bf16_optimizer_states", "bool", False, "bf16 optimizer states"),
+    _later(
+        "bf16.bf16_optimizer_states",
+        "bool",
+        False,
+        'bf16 optimizer states that are rounded to nearest (optimizer.params.state_dtype "bf16": stochastically)',
+    ),
     _later("torch_autocast.enabled", "bool", False, "torch.autocast inside the engine"),
     _later("torch_autocast.dtype", "str", None, "torch.autocast inside the engine", ok=ANY),
     _later("torch_autocast.lower_precision_safe_modules", "strings", None, "torch.autocast inside the engine", ok=ANY),
@@ -269,7 +274,7 @@ KEYS: tuple[Key, ...] = (
         "a parameter dtype apart from fp16.enabled and bf16.enabled",
         choices=TRAINED_NAMES,
     ),
-    _later("data_types.buffer_dtype", "str", None, "casting module buffers", choices=TRAINED_NAMES),
+    _later("data_types.buffer_dtype", "str", None, "casts of module buffers", choices=TRAINED_NAMES),
     _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
     # ---- gradients ---------------------------------------------------------------------------------------------------
     _active("gradient_clipping", "number", 1.0, "Largest global gradient norm; 0: no clipping.", ge=0, auto=True),
