@@ -286,6 +286,7 @@ class Engine(EngineBase):
                 self.norm_riders,
                 self.step_policy.parts,
             )
+        self.equal_steps.check()
         reason = norm.reason
         if self.scaler is not None and reason:
             scale = self.scaler.loss_scale

@@ -32,6 +32,7 @@ from ...plan.plan import Plan
 from ...plan.predict.estimate import FirstStep, check_plan, refuse_if_too_big
 from ...zero.init import adopt
 from ...zero.parameters import gathered, owners
+from ...zero.parameters.alike import EqualSteps, Ranks, refuse_unequal
 from ...zero.parameters.guard import ModelWatch, make_guard
 from ...zero.resident import ResidentState
 from ...zero.state import ModelState
@@ -184,6 +185,9 @@ def assemble(
         engine.optimizer = ShardedOptimizer(base, allow_untested=config.zero_allow_untested_optimizer, stage=stage)
         group_of = {} if is_for_evaluation(engine, given) else trained_groups(engine.optimizer.param_groups)
         named = own_parameters(engine, group_of)
+        ranks = Ranks(engine.everyone, engine.mesh)
+        if engine.everyone.world > 1:
+            refuse_unequal(ranks, named, group_of, engine.optimizer, config, engine.dtype)
         engine.step_policy.check_optimizer()
         check_shards(engine)
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
@@ -198,6 +202,9 @@ def assemble(
         place_buffers(engine)
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)
+        engine.equal_steps = EqualSteps(ranks, engine.optimizer, engine.state, config)
+        if engine.everyone.world > 1:
+            engine.norm_riders.append(engine.equal_steps)
         make_activations(engine, undo)
         sequence = axis_process_group(engine.mesh, "sp") if engine.mesh.sp > 1 else None
         engine.curriculum = Curriculum(config, engine.module, engine.part is not None, sequence)

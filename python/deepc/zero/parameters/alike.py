@@ -1,0 +1,159 @@
+"""Whether the ranks that hold the same part of a model train it alike: one model and one set of numbers, when the engine
+is made and at each step.
+
+Nothing else would notice ranks that differ: shards of one weight stepped at two rates, or weights that took each
+other's values because modules were made in another order (of a set of names, which differs between processes)."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ...comm.groups import Group
+    from ...config.tree import Config
+    from ...plan.mesh import Mesh
+    from ..state import ModelState
+    from ..step.update import ShardedOptimizer
+
+Row = tuple[str, str]  # what, its value in words
+_NOT_COMPARED = frozenset({"params", "param_names"})
+
+
+class Ranks:
+    """All ranks, and for each the first one that holds the same part of the model."""
+
+    def __init__(self, everyone: Group, mesh: Mesh) -> None:
+        self._everyone = everyone
+        self._firsts = [mesh.holders(r)[0] for r in range(everyone.world)]
+
+    def alike(self, told: Sequence[float]) -> bool:
+        """Whether every rank has told what its first one has."""
+        return all(told[r] == told[first] for r, first in enumerate(self._firsts))
+
+    def equal(self, rows: Sequence[Row]) -> bool:
+        """Whether every rank has the rows of its first one. Collective."""
+        mine = torch.tensor([zlib.crc32(json.dumps(rows).encode())], dtype=torch.int64, device="cpu")
+        return self.alike(self._everyone.gather_all(mine).view(-1).tolist())
+
+    def difference(self, rows: Sequence[Row]) -> str:
+        """The first row in which a rank differs from its first one, in words. Collective."""
+        text = json.dumps(rows).encode()
+        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
+        sizes = self._everyone.gather_all(size).view(-1).tolist()
+        padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+        texts = [bytes(t[:n]) for t, n in zip(self._everyone.gather_all(padded).tolist(), sizes)]
+        for rank, first in enumerate(self._firsts):
+            if texts[rank] != texts[first]:
+                return _first_of(json.loads(texts[first]), json.loads(texts[rank]), first, rank)
+        return "their numbers differ"
+
+
+def _first_of(ours: list[list[str]], theirs: list[list[str]], first: int, rank: int) -> str:
+    nothing = ["nothing more", ""]
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    (what, one), (other, two) = (rows[at] if at < len(rows) else nothing for rows in (ours, theirs))
+    if what == other:
+        return f"{what} is {one} on rank {first} and {two} on rank {rank}"
+    return f"rank {first} has {what} {one}, where rank {rank} has {other} {two}".rstrip()
+
+
+def refuse_unequal(
+    ranks: Ranks,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    group_of: Mapping[int, int],
+    optimizer: ShardedOptimizer,
+    config: Config,
+    dtype: torch.dtype,
+) -> None:
+    """ArgumentError, on all ranks, if ranks that hold the same part came with different models, optimizers or settings.
+    Before anything is shared: what ranks do next depends on these. Collective."""
+    rows = [
+        ("zero_optimization.stage", str(config.zero.stage)),
+        ("gradient_accumulation_steps", str(config.gradient_accumulation_steps)),
+        ("the training precision", str(dtype)),
+        ("the optimizer", type(optimizer.base).__name__),
+    ]
+    for i, (name, p) in enumerate(named):
+        group = group_of.get(id(p))
+        kind = "frozen" if group is None else f"of param group {group}"
+        rows.append((f"parameter {i}", f"'{name}' {tuple(p.shape)}, {kind}"))
+    rows += _rows(optimizer, config)
+    if ranks.equal(rows):
+        return
+    raise ArgumentError(
+        f"the ranks were given different models or settings: {ranks.difference(rows)}. All ranks make the same modules"
+        " in the same order (a set of names has another order in each process: sort it) and pass the same configuration"
+        " and optimizer"
+    )
+
+
+def _numbers(optimizer: ShardedOptimizer) -> list[tuple[int, str, Any]]:
+    """(param group, key, value) of what a step is made with."""
+    return [
+        (i, key, _plain(value))
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in _NOT_COMPARED and _is_number(value)
+    ]
+
+
+def _rows(optimizer: ShardedOptimizer, config: Config) -> list[Row]:
+    rows = [(f"{key} of param group {i}", repr(value)) for i, key, value in _numbers(optimizer)]
+    return [*rows, ("gradient_clipping", repr(config.gradient_clipping))]
+
+
+class EqualSteps:
+    """Rides with the norm of each step (zero/step/norm.py), as one number: a sum over what the step is made with."""
+
+    def __init__(self, ranks: Ranks, optimizer: ShardedOptimizer, state: ModelState, config: Config) -> None:
+        self._ranks, self._optimizer, self._state, self._config = ranks, optimizer, state, config
+        self._alike = True
+
+    def row(self) -> list[float]:
+        """See Rider."""
+        frozen = [i for i, p in enumerate(self._state.trained) if not p.requires_grad]
+        made_with = (frozen, _numbers(self._optimizer), self._config.gradient_clipping)
+        return [float(zlib.crc32(repr(made_with).encode()))]
+
+    def put(self, row: torch.Tensor) -> None:
+        """See Rider: it is there."""
+
+    def take(self, rows: torch.Tensor) -> None:
+        """See Rider."""
+        self._alike = self._ranks.alike(rows[:, 0].tolist())
+
+    def check(self) -> None:
+        """ArgumentError, on all ranks, if the step would be made with different numbers. Collective if so."""
+        if self._alike:
+            return
+        self._alike = True
+        frozen = [n for n, p in zip(self._state.names, self._state.trained) if not p.requires_grad]
+        rows = [*_rows(self._optimizer, self._config), ("what is frozen", ", ".join(frozen) or "nothing")]
+        raise ArgumentError(
+            f"engine.step(): the ranks would make different steps: {self._ranks.difference(rows)}. Each rank steps its"
+            " part of the weights, so set it alike on all ranks (an LR schedule that follows a loss takes the mean over"
+            " the ranks) and call step() again: nothing was stepped"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.device.type == "cpu"  # another would be waited for
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
