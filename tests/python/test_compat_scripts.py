@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -161,6 +162,49 @@ def test_zero_grad_inside_an_accumulation_keeps_it_as_deepspeed_does(of):
     assert whole == pytest.approx(
         2 * half, rel=1e-4
     )  # at stage 0 the first micro-batch's gradient was in .grad, and went
+
+
+def _clip_by_hand_and_evaluate(rank: int, world: int, folder: str) -> tuple[list[str], bool, bool]:
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    deepspeed.init_distributed()
+    x, y = tiny.make_batch(rank, MICRO)
+    plain = tiny.make_model()
+    plain(x, y).backward()
+    clip_grad_norm_(plain.parameters(), 1e-3)
+    clipped = all(p.grad.norm() <= 1.001e-3 for p in plain.parameters())
+    model, batch = tiny.make_model(), {"train_micro_batch_size_per_gpu": MICRO}
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=model, config={**batch, **adam})
+    for _ in range(2):
+        engine.backward(engine(x, y))
+        clip_grad_norm_(model.parameters(), 1e-3)
+        with contextlib.suppress(RuntimeError):  # torch's, of no gradients
+            clip_grad_value_(parameters=model.parameters(), clip_value=1e-3)
+        engine.step()
+    engine.save_checkpoint(folder)
+    reader, *_ = deepspeed.initialize(model=tiny.make_model(seed=9), config=batch)
+    path, _ = reader.load_checkpoint(folder)
+    with torch.no_grad():
+        same = torch.equal(reader(x, y), model(x, y))
+    logging.getLogger("deepc").removeHandler(handler)
+    for e in (reader, engine):
+        e.destroy()
+    return [line for line in lines if "clips nothing" in line], clipped, path is not None and same
+
+
+def test_clipping_by_hand_is_told_and_an_engine_for_evaluation_loads_what_a_training_saved(tmp_path):
+    first, second = run_ranks(_clip_by_hand_and_evaluate, WORLD, args=(str(tmp_path),))
+    assert ["clip_grad_norm_" in first[0][0], "clip_grad_value_" in first[0][1], len(first[0])] == [True, True, 2]
+    assert all("gradient_clipping" in line for line in first[0])
+    assert second[0] == []  # rank 0 says it
+    assert all(clipped and same for _, clipped, same in (first, second))
 
 
 def _import_paths(rank: int, world: int) -> bool:

@@ -137,11 +137,13 @@ import torch
 from deepc.compat import finder
 from deepc.core.foreign import patches
 finder.install()
-assert {"import-deepspeed", "tensor-names"} <= {p.name for p in patches.active()}
+assert {"import-deepspeed", "tensor-names", "clip-grad"} <= {p.name for p in patches.active()}
 assert not hasattr(torch.ones(2), "ds_status")
 finder.uninstall()
-assert not {"import-deepspeed", "tensor-names"} & {p.name for p in patches.active()}
+assert not {"import-deepspeed", "tensor-names", "clip-grad"} & {p.name for p in patches.active()}
 assert not hasattr(torch.Tensor, "ds_status")
+assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+assert not hasattr(torch.nn.utils.clip_grad_norm_, "_deepc")
 """
 
 

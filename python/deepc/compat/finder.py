@@ -25,6 +25,7 @@ from ..core.foreign import patches
 from ..errors import DeepcError, UnsupportedError
 from . import hf, names
 from .runtime import parameters
+from .runtime.zero import clipping
 
 logger = logging.getLogger("deepc")
 
@@ -253,6 +254,7 @@ def install() -> None:
     sys.meta_path.insert(0, _finder)
     patches.applied("import-deepspeed")
     parameters.describe_tensors(True)
+    clipping.watch(True)
     importlib.invalidate_caches()
     hf.teach_loaded()
     if other is not None and os.environ.get("RANK", "0") == "0":
@@ -270,6 +272,7 @@ def uninstall() -> None:
     sys.meta_path.remove(_finder)
     patches.undone("import-deepspeed")
     parameters.describe_tensors(False)
+    clipping.watch(False)
     for name in [n for n in sys.modules if n == "deepspeed" or n.startswith("deepspeed.")]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -535,6 +535,27 @@ class DeepSpeedEngine(Engine):
             zero_to_fp32.leave_script(save_dir)
         return True
 
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """As deepc's. An engine for evaluation has no optimizer, and takes the rest of what a training has saved."""
+        return super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states and not self._inference_only,
+            load_lr_scheduler_states and not self._inference_only,
+            load_module_only,
+            custom_load_fn,
+        )
+
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:

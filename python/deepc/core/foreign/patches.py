@@ -74,6 +74,12 @@ PATCHES = (
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(
+        "clip-grad",
+        "torch.nn.utils.clip_grad_norm_ and clip_grad_value_, while deepc.compat.deepspeed is installed",
+        "called on parameters that an engine trains they clip nothing, and a line of the log says so",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
         "accelerate",
         "accelerate.state.PartialState._prepare_backend, DeepSpeedPlugin.fill_match and data_loader.skip_first_batches,"
         " while deepc.compat.deepspeed is installed",
