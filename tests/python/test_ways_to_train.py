@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 
 import plainly
 import pytest
@@ -1007,6 +1008,12 @@ def test_a_copy_of_a_trained_model_is_its_own():
             p.mul_(0.0)
     assert engine.step().applied
     assert all(float(p.detach().abs().max()) > 0 for p in engine.module.parameters() if p.dim() > 1)
+    with pytest.raises(
+        deepc.errors.UnsupportedError, match=r"an engine can't be copied.*copy.deepcopy\(engine.module\)"
+    ):
+        copy.deepcopy(engine)  # it was a TypeError about a lock
+    with pytest.raises(deepc.errors.UnsupportedError, match="pickled.*engine.save_checkpoint"):
+        torch.save(engine, io.BytesIO())
     engine.destroy()
 
 

@@ -16,7 +16,7 @@ import torch
 from ..comm.groups import end_with
 from ..core import memory
 from ..core.foreign import private
-from ..errors import DeepcError, MisuseError
+from ..errors import DeepcError, MisuseError, UnsupportedError
 from ..parallel.axes import opened_comms
 from ..parallel.pipeline.part import further_names
 from ..zero.tiers.parked import AWAY
@@ -209,6 +209,14 @@ class EngineBase(ModelWrapper):
                     f"engine.{call}() inside of applied() of average '{label}': the model has its values, which would"
                     " be taken for the weights; leave the context first (save_16bit_model writes the average)"
                 )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """UnsupportedError: what copy.deepcopy, pickle and torch.save would take includes the ranks' group."""
+        raise UnsupportedError(
+            "an engine can't be copied or pickled: it holds the ranks' group and memory that they share. Copy the model"
+            " (copy.deepcopy(engine.module)), average it (deepc.EMA), or save it (engine.save_checkpoint,"
+            " torch.save(engine.module_state_dict(), path) on one rank, the call on all)"
+        )
 
     def forget_batches(self) -> None:
         """The loader of training_data is somewhere else: who has begun to read it begins again."""
