@@ -1,5 +1,5 @@
-"""Whether the ranks that hold the same part of a model train it alike: one model and one set of numbers, when the engine
-is made and at each step.
+"""Whether the ranks that hold the same part of a model train it alike: one model and one set of numbers, when the
+engine is made and at each step.
 
 Nothing else would notice ranks that differ: shards of one weight stepped at two rates, or weights that took each
 other's values because modules were made in another order (of a set of names, which differs between processes)."""
