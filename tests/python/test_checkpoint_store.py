@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -999,3 +1000,27 @@ def test_transformers_loads_it(tmp_path):
     for (name, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+def test_what_torch_saves_appears_whole_or_not_at_all(tmp_path):
+    """pytorch_model.bin of save_16bit_model and zero_to_fp32: a full disk left half of one in a good one's place."""
+    from deepc.compat.runtime.zero_to_fp32 import write_pickled
+
+    path = tmp_path / "pytorch_model.bin"
+    write_pickled(path, {"w": torch.ones(3)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"can't write .*pytorch_model.bin: File too large"):
+            write_pickled(path, {"w": torch.ones(1 << 16)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["pytorch_model.bin"]
+    assert torch.equal(torch.load(path, weights_only=True)["w"], torch.ones(3))
+
+
+def test_latest_that_was_written_by_hand_is_told(tmp_path):
+    save(tmp_path, "t", {"w": torch.ones(1)}, [[("w", 0, 1)]])
+    (tmp_path / "latest").write_text("t\n")
+    with pytest.raises(CheckpointError, match=r"written by hand \(it has a checksum\). Give the tag: one of \['t'\]"):
+        CheckpointReader(tmp_path)

@@ -647,7 +647,10 @@ def read_latest(directory: str | os.PathLike[str]) -> str:
     data = _read_bytes(path)
     match = re.fullmatch(rb"([^\n]+\n)crc32c ([0-9a-f]{8})\n", data)
     if match is None or crc32c(match.group(1)) != int(match.group(2), 16):
-        raise CheckpointError(f"{path} is corrupt. Give the tag: one of {list_tags(directory)}.")
+        raise CheckpointError(
+            f"{path} is corrupt, or was written by hand (it has a checksum). Give the tag: one of"
+            f" {list_tags(directory)}."
+        )
     return match.group(1)[:-1].decode("utf-8", "replace")
 
 

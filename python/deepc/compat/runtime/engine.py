@@ -568,8 +568,8 @@ class DeepSpeedEngine(Engine):
         try:
             if self.global_rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
-                torch.save(state, os.path.join(save_dir, save_filename))
-        except (OSError, RuntimeError) as exc:  # how torch.save says it; told to the other ranks, then raised
+                zero_to_fp32.write_pickled(os.path.join(save_dir, save_filename), state)
+        except OSError as exc:  # told to the other ranks, then raised
             failure = CheckpointError(f"can't write {os.path.join(save_dir, save_filename)}: {exc}")
             failure.__cause__ = exc
         except Exception as exc:

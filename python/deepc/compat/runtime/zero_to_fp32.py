@@ -10,6 +10,7 @@ One tensor is read at a time. Files are read without pickle and checked against 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.files import fsync_dir
 from ...checkpoint.store import CheckpointReader, read_latest, write_model
 from ...checkpoint.tool import parse_size
 from ...core import dtypes
@@ -127,6 +129,27 @@ def _converted(weights: _Weights, dtype: torch.dtype) -> Iterator[tuple[str, tor
         yield name, values.to(dtype) if values.is_floating_point() else values
 
 
+def write_pickled(path: str | os.PathLike[str], obj: Any) -> None:
+    """torch.save to `path`, where it appears whole: what was there stays until then, also if the disk is full or the
+    process is killed. CheckpointError if it can't be written."""
+    path = os.fspath(path)
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}-{os.urandom(8).hex()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_dir(folder or ".")
+    except (OSError, RuntimeError) as exc:
+        cause = exc.__context__ if isinstance(exc.__context__, OSError) else exc  # torch.save has words of its own
+        raise CheckpointError(f"can't write {path}: {getattr(cause, 'strerror', None) or cause}") from exc
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
 def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limit: int) -> None:
     """pytorch_model.bin, or shards of it with an index, as Hugging Face names them. Those of an earlier call that are
     not written anew are removed last: from_pretrained would take them."""
@@ -146,7 +169,7 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
     n = len(shards)
     files = ["pytorch_model.bin"] if n == 1 else [f"pytorch_model-{i + 1:05d}-of-{n:05d}.bin" for i in range(n)]
     for shard, file in zip(shards, files):
-        torch.save(shard, output_dir / file)
+        write_pickled(output_dir / file, shard)
     if n > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {k: f for s, f in zip(shards, files) for k in s}}
         files.append("pytorch_model.bin.index.json")
