@@ -300,12 +300,17 @@ def _scattered(rank, world, folder):
     engine = make_engine(2, world)
     with pytest.raises(CheckpointError) as error:
         engine.save_checkpoint(f"{folder}/{rank}", tag="t")
+    engine.save_checkpoint(f"{folder}/0")
+    with pytest.raises(CheckpointError) as loading:  # rank 1 went on without it, and rank 0 waited
+        engine.load_checkpoint(f"{folder}/{rank}")
+    assert engine.load_checkpoint(f"{folder}/0")[0] is not None
     engine.destroy()
-    return str(error.value)
+    return str(error.value), str(loading.value)
 
 
 def test_ranks_that_save_to_different_folders_are_told_so(tmp_path):
-    said = run_ranks(_scattered, 2, str(tmp_path))
+    said, loading = zip(*run_ranks(_scattered, 2, str(tmp_path)))
+    assert all("rank 0 sees a checkpoint there and rank 1 sees none" in text for text in loading)
     assert f"rank 0 with '{tmp_path}/0/t', rank 1 with '{tmp_path}/1/t'" in said[0]
     assert "rank 0" in said[1]
 

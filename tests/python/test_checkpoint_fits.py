@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import types
 
@@ -859,6 +860,20 @@ def _schedules(rank, world, folder):
         engine.load_checkpoint(folder, tag, load_lr_scheduler_states=False)
         assert engine.global_steps == 4 and step(engine, 4).applied
         engine.destroy()
+    said: list[str] = []  # where one side has none, rates go on otherwise than they would have
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    engine = deepc.initialize(model=tiny.make_model(), config=config)[0]
+    engine.load_checkpoint(folder, "torch")
+    engine.save_checkpoint(folder, "none")
+    engine.destroy()
+    engine = make("torch")
+    engine.load_checkpoint(folder, "none")
+    logging.getLogger("deepc").removeHandler(handler)
+    engine.destroy()
+    assert [text for text in said if "saved with an LR schedule, and this engine has none" in text]
+    assert [text for text in said if "has no state of an LR schedule" in text]
     return True
 
 

@@ -60,7 +60,15 @@ def load(
 ) -> tuple[str | None, dict[str, Any]]:
     """Collective. See Engine.load_checkpoint."""
     directory, tag = os.fspath(directory), None if tag is None else str(tag)
-    if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
+    found = tag is not None or os.path.lexists(os.path.join(directory, "latest")) or bool(list_tags(directory))
+    seen = engine.everyone.gather_all(torch.tensor([int(found)], device="cpu")).view(-1).tolist()
+    if any(seen) and not all(seen):
+        raise CheckpointError(
+            f"load_checkpoint of {directory}: rank {seen.index(1)} sees a checkpoint there and rank {seen.index(0)}"
+            " sees none. All ranks load together, so name the same folder on each, one that all of them see (a shared"
+            " file system, or a copy on each node)"
+        )
+    if not found:
         logger.warning("no checkpoint in %s: nothing was loaded", directory)
         return None, {}
     engine.group.barrier()  # nobody reads the old values any more: a forward elsewhere, initialize
@@ -276,6 +284,19 @@ def _check_schedule(engine: EngineBase, reader: CheckpointReader, saved: Any) ->
     dictionary, and would begin anew."""
     schedule = engine.lr_scheduler
     if schedule is None or not saved or not isinstance(saved, dict):
+        if saved and schedule is None:
+            say(
+                engine,
+                f"checkpoint {reader.path} was saved with an LR schedule, and this engine has none: learning rates stay"
+                " as they are after loading",
+                logging.WARNING,
+            )
+        elif schedule is not None and saved is None:
+            say(
+                engine,
+                f"checkpoint {reader.path} has no state of an LR schedule: this engine's goes on from where it is",
+                logging.WARNING,
+            )
         return
     kept = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
     if saved.keys().isdisjoint(kept) and (kept or not hasattr(schedule, "load_state_dict")):
