@@ -996,6 +996,21 @@ def test_sparse_adam_is_refused_and_the_error_names_what_works():
         deepc.initialize(model=model, optimizer=torch.optim.SparseAdam(model.parameters()), config=small(0))
 
 
+def test_a_complex_parameter_is_refused_and_the_error_names_what_works():
+    import deepc
+
+    def model(w):
+        return nn.ParameterDict({"real": nn.Parameter(torch.ones(2)), "w": nn.Parameter(w)})
+
+    with pytest.raises(deepc.errors.ConfigError, match=r"'w' is torch.complex64.*\[..., 2\] \(torch.view_as_real\)"):
+        deepc.initialize(model=model(torch.ones(3, dtype=torch.complex64)), config=small(0))
+    net = model(torch.view_as_real(torch.ones(3, dtype=torch.complex64)))
+    engine = deepc.initialize(model=net, config=small(0))[0]
+    engine.backward(torch.view_as_complex(net["w"]).abs().sum() + net["real"].sum())
+    assert engine.step().applied
+    engine.destroy()
+
+
 def test_a_copy_of_a_trained_model_is_its_own():
     """copy.deepcopy of an engine's module (an EMA, a snapshot) is a plain module over memory of its own."""
     import deepc

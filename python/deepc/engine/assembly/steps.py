@@ -433,9 +433,14 @@ def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, traine
             " fp16.enabled, or pass model.float()"
         )
     if trained and not casts(p):
+        way = (
+            "keep it as a real one of shape [..., 2] (torch.view_as_real) and compute with torch.view_as_complex of it in"
+            " the forward"
+            if p.is_complex()
+            else "set requires_grad_(False), or give it another dtype"
+        )
         raise ConfigError(
-            f"parameter '{name}' is {p.dtype}; floating-point parameters of 16 bits and more can be trained: set"
-            " requires_grad_(False), or give it another dtype"
+            f"parameter '{name}' is {p.dtype}; only floating-point parameters of 16 bits and more can be trained: {way}"
         )
 
 
