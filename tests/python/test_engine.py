@@ -997,6 +997,21 @@ def test_a_schedule_that_raises_leaves_a_whole_step():
     engine.destroy()
 
 
+def test_arguments_for_the_schedule_are_looked_at_before_the_step():
+    import deepc
+
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 10}}
+    cfg = tiny.config(1, micro=8, scheduler=cycle)
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+    engine.backward(engine(*tiny.make_batch(0)))
+    with pytest.raises(deepc.errors.ArgumentError, match="OneCycle.*'epoch'.*its arguments are batch_iteration"):
+        engine.step({"epoch": 4})
+    assert engine.global_steps == 0
+    assert engine.step({"batch_iteration": 4}).applied and engine.lr_scheduler.last_batch_iteration == 4
+    assert engine.get_lr() == [pytest.approx(0.55)]
+    engine.destroy()
+
+
 def test_data_loader_and_defaults(caplog):
     import logging
 

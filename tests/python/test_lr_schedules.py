@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from deepc import lr_schedules
-from deepc.errors import ConfigError
+from deepc.errors import ArgumentError, ConfigError
 
 STEPS = 60
 PICKED = (
@@ -387,6 +387,41 @@ def test_step_to_an_index():
     assert schedule.last_batch_iteration == 4
 
 
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
+
+
+@pytest.mark.parametrize(
+    "kind, params, name", [("OneCycle", CYCLE, "batch_iteration"), ("WarmupLR", {}, "last_batch_iteration")]
+)
+def test_the_index_that_step_is_given_has_deepspeeds_name(kind, params, name):
+    """LRRangeTest and OneCycle take batch_iteration, the warm-ups last_batch_iteration."""
+    schedule = lr_schedules.build_scheduler(kind, params, optimizer())
+    lr_schedules.stepper(schedule, {name: 3}, 8)()
+    assert schedule.last_batch_iteration == 3
+    lr_schedules.stepper(schedule, {}, 8)()
+    assert schedule.last_batch_iteration == 4
+    other = ({"batch_iteration", "last_batch_iteration"} - {name}).pop()
+    with pytest.raises(
+        ArgumentError, match=rf"{kind}.step\(\) does not take them .*'{other}'.*its arguments are {name}"
+    ):
+        lr_schedules.stepper(schedule, {other: 3}, 8)
+
+
+def test_a_schedule_of_samples_is_told_those_of_a_step():
+    """Megatron-LM's, whose step(increment) DeepSpeed calls with its train_batch_size."""
+
+    class Samples:
+        done = 0
+
+        def step(self, increment):
+            self.done += increment
+
+    schedule = Samples()
+    lr_schedules.stepper(schedule, {}, 8)()
+    lr_schedules.stepper(schedule, {"increment": 3}, 8)()
+    assert schedule.done == 11
+
+
 def test_anything_with_param_groups():
     opt = types.SimpleNamespace(param_groups=[{"lr": 1.0}])
     schedule = lr_schedules.build_scheduler("WarmupLR", {"warmup_num_steps": 2, "warmup_type": "linear"}, opt)
@@ -423,9 +458,6 @@ def test_torch_schedules_by_name():
     opt = optimizer()
     schedule = lr_schedules.build_scheduler("CosineAnnealingLR", {"T_max": 10}, opt)
     assert isinstance(schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
-
-
-CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
 
 
 @pytest.mark.parametrize(

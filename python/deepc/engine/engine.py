@@ -26,6 +26,7 @@ from ..errors import (
     DiskFullError,
     UnsupportedError,
 )
+from ..optim.schedules import stepper
 from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures, said_once
 from . import assembly
@@ -219,15 +220,17 @@ class Engine(EngineBase):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule.
         Collective. A step whose gradients are not finite is skipped, in every precision, and says so. After a DiskError
-        of states on disk it is done in part: the next call does the rest."""
+        of states on disk it is done in part: the next call does the rest. lr_kwargs: arguments of the schedule's step()
+        ({"batch_iteration": index})."""
         self.require_alive("step")
         result = None
         self.events.begin("step")
         try:
             with self._death_is_told():
                 if self.broken_step:
+                    advance = self._advance(lr_kwargs)
                     self.group.barrier()  # nobody reads parameters any more: there may have been a forward in between
-                    result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
+                    result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), advance)
                     return result
                 self.hooks.check()
                 self.step_policy.before_step()
@@ -235,12 +238,18 @@ class Engine(EngineBase):
                     self._end_micro_step()
                     self._last = StepResult(False, "accumulating")
                     return self._last
-                result = self._step(lr_kwargs or {})
+                result = self._step(self._advance(lr_kwargs))
         finally:
             self.events.end("step", result)
         return result
 
-    def _step(self, lr_kwargs: dict[str, Any]) -> StepResult:
+    def _advance(self, lr_kwargs: dict[str, Any] | None) -> Callable[[], None]:
+        """What advances the schedule when the step is done. ArgumentError while nothing is."""
+        if self.lr_scheduler is None:
+            return lambda: None
+        return stepper(self.lr_scheduler, lr_kwargs or {}, self.train_batch_size())
+
+    def _step(self, advance: Callable[[], None]) -> StepResult:
         self.model_watch.check()
         if not self.hooks.accumulated and not self.hooks.take_left_behind(self.averaging):
             raise DeepcError(
@@ -249,9 +258,9 @@ class Engine(EngineBase):
             )
         self.hooks.check_grads()
         self.optimizer.check_groups()
-        return self._conclude(self._update(), lr_kwargs)
+        return self._conclude(self._update(), advance)
 
-    def _conclude(self, result: StepResult, lr_kwargs: dict[str, Any]) -> StepResult:
+    def _conclude(self, result: StepResult, advance: Callable[[], None]) -> StepResult:
         """What follows an update, made or skipped."""
         self.hooks.reset()
         self.state.gradients_end()
@@ -268,8 +277,8 @@ class Engine(EngineBase):
         # Last, because these may raise: what they leave is a step that is whole.
         if not result.applied:
             self.skips.end()
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+        else:
+            advance()
         return result
 
     def _update(self) -> StepResult:

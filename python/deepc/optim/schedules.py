@@ -11,13 +11,15 @@ arithmetic is written in DeepSpeed's order of operations where a different order
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ArgumentError, ConfigError, did_you_mean
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 WARMUP_TYPES = ("log", "linear")
@@ -119,11 +121,9 @@ class _Schedule:
                 group["lr"] = rate
         self._last_lr = [group["lr"] for group in _groups(self.optimizer)]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
+    def step(self, batch_iteration: int | None = None) -> None:
         """Goes to the next index, or to the given one, and sets the rate of every parameter group."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         self._apply(self.get_lr())
 
     def get_last_lr(self) -> list[Any]:
@@ -284,8 +284,8 @@ class OneCycle(_Schedule):
         factor = 1 + self.decay_mom_rate * self._decay_interval() if self.decays_mom else None
         return [(high if factor is None else high * factor, 0.99) for high in self.max_moms]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        super().step(last_batch_iteration)
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
         if self.cycle_momentum:
             self._set_momentum([mom for mom, _ in self.get_mom() or ()])
 
@@ -299,6 +299,9 @@ class _Warmup(_Schedule):
         self.warmup_num_steps = max(2, _integer("warmup_num_steps", warmup_num_steps, 0))
         self.warmup_type = _warmup_type(warmup_type)
         self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:  # DeepSpeed's name of it here
+        super().step(last_batch_iteration)
 
     def _rise(self) -> float:
         i = self.last_batch_iteration
@@ -409,6 +412,39 @@ def _warn_short(total: float, warmup: int) -> None:
         _log.warning(
             "total_num_steps %s is less than warmup_num_steps %s: the schedule never leaves its warm-up", total, warmup
         )
+
+
+# ---- what a training loop calls --------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=64)
+def _signature(step: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(step)
+    except (TypeError, ValueError):  # of a built-in
+        return None
+
+
+def stepper(schedule: Scheduler, arguments: dict[str, Any], samples: int) -> Callable[[], None]:
+    """What calls schedule.step(**arguments). A step() that wants an argument (Megatron-LM's) gets the samples of a step
+    where there are none, as in DeepSpeed. ArgumentError, before anything is done, if step() does not take these."""
+    step = schedule.step
+    signature = _signature(getattr(step, "__func__", step))
+    if signature is None:
+        return functools.partial(step, **arguments)
+    of = (None,) * inspect.ismethod(step)
+    try:
+        signature.bind(*of, **arguments)
+        return functools.partial(step, **arguments)
+    except TypeError as exc:
+        why = exc
+    if not arguments:
+        with contextlib.suppress(TypeError):
+            signature.bind(*of, samples)
+            return functools.partial(step, samples)
+    names = [n for n in signature.parameters if n != "self"]
+    raise ArgumentError(
+        f"engine.step(lr_kwargs={arguments!r}): {type(schedule).__name__}.step() does not take them ({why}); its"
+        f" arguments are {', '.join(names) or 'none'}"
+    ) from why
 
 
 # ---- from the configuration ------------------------------------------------------------------------------------------
