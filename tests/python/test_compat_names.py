@@ -86,6 +86,11 @@ def test_unknown_names_look_absent_to_python(deepspeed):
         from deepspeed.compression.compress import init_compression  # noqa: F401
     with pytest.raises(UnsupportedError, match="deepspeed.no_such_name does not exist"):
         from deepspeed import no_such_name  # noqa: F401
+    for module in ("deepspeed.no_such_module", "deepspeed.ops.no_such_module", "deepspeed.compression.compress"):
+        assert importlib.util.find_spec(module) is None
+    assert importlib.util.find_spec("deepspeed.ops.adam") is not None
+    with pytest.raises(ModuleNotFoundError, match="deepspeed.no_such_module does not exist in deepc"):
+        importlib.util.find_spec("deepspeed.no_such_module.below")
 
 
 def test_lacking_names_are_not_also_there():

@@ -162,6 +162,13 @@ class _ReExport(CompatModule):
             super().__delattr__(name)
 
 
+def _only_asks(finding: types.FrameType | None) -> bool:
+    """Whether importlib.util.find_spec asks the finders, which wants to know whether a module is there, and not an
+    import, which wants to know why it is not. finding: importlib's frame that asks them one by one."""
+    asks = finding.f_back if finding is not None else None
+    return asks is not None and asks.f_globals.get("__name__") == "importlib.util"
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """On sys.meta_path while the compatibility layer is installed: modules and, for importlib.metadata, the
     distribution."""
@@ -172,6 +179,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != "deepspeed" and not fullname.startswith("deepspeed."):
             return hf.find_spec(fullname, path)
         if not names.has_module(fullname):
+            if _only_asks(sys._getframe(1)):
+                return None
             why = names.why_lacking(fullname)
             # Without name=fullname: Python would replace the message in `from deepspeed import x` by its own.
             raise UnknownModuleError(
