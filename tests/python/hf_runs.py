@@ -720,7 +720,7 @@ def trials(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Of a trainer that makes its model anew for each train(): losses, and whether it is the engine's; and of a
     configuration that says something else than TrainingArguments."""
     _without_names()
-    from deepc.errors import ConfigError
+    from deepc.errors import CheckpointError, ConfigError, UnsupportedError
     from deepc.integrations.hf import EngineTrainer
     from transformers import TrainingArguments
 
@@ -737,7 +737,22 @@ def trials(rank: int, world: int, folder: str) -> dict[str, Any]:
         out["losses"].append([e["loss"] for e in trainer.state.log_history if "loss" in e])
         out["evaluated"].append(trainer.evaluate()["eval_loss"])
         out["own"].append(trainer.engine.module is trainer.model)
+    Path(folder, "a file").write_text("")
+    try:
+        trainer.save_model(f"{folder}/a file")
+    except CheckpointError as error:
+        out["not written"] = str(error)
+    torch.distributed.barrier()  # nobody waits for the other
     trainer.engine.destroy()
+    for key, section in (("sequence_parallel_size", 2), ("tensor_parallel", {"autotp_size": 2})):
+        other = EngineTrainer(
+            model=Features(), args=args, train_dataset=data, eval_dataset=data, deepc_config={key: section}
+        )
+        for use in (other.train, other.evaluate):
+            try:
+                use()
+            except UnsupportedError as error:
+                out[f"{key} {use.__name__}"] = str(error)
     for key, value in (("gradient_accumulation_steps", 8), ("train_micro_batch_size_per_gpu", 2)):
         other = EngineTrainer(model=Features(), args=args, train_dataset=data, deepc_config={key: value})
         try:

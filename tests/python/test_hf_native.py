@@ -92,8 +92,10 @@ def test_engine_trainer_in_odd_uses(tmp_path, stage):
 
 def test_a_model_that_is_made_anew_for_each_training(tmp_path):
     """model_init, as a search of hyperparameters has it: the second training was the first one's model's. In 16 bits,
-    with floating-point inputs."""
-    for told in run_ranks(hf_runs.trials, 2, args=(str(tmp_path),), fresh=True, env=QUIET):
+    with floating-point inputs. A model that rank 0 can't write is an error of all ranks. Ranks that share sequences or
+    the model are refused: each would have samples of its own."""
+    ranks = run_ranks(hf_runs.trials, 2, args=(str(tmp_path),), fresh=True, env=QUIET)
+    for told in ranks:
         assert told["own"] == [True, True] and told["losses"][0] == told["losses"][1]
         assert told["evaluated"][0] == told["evaluated"][1] < told["losses"][0][0]
         for key, text in (
@@ -101,6 +103,14 @@ def test_a_model_that_is_made_anew_for_each_training(tmp_path):
             ("train_micro_batch_size_per_gpu", "= 2, and TrainingArguments say per_device_train_batch_size = 4"),
         ):
             assert re.search(text, told[key])
+        for use in ("train", "evaluate"):
+            assert (
+                "sequence_parallel_size = 2, whose ranks need the same samples" in told[f"sequence_parallel_size {use}"]
+            )
+            assert "tensor_parallel.autotp_size = 2, whose" in told[f"tensor_parallel {use}"]
+    one, other = (told["not written"] for told in ranks)
+    assert re.search("the model can't be written to .*a file: .*File exists", one)
+    assert re.search("save_model to .*a file failed on rank 0", other)
 
 
 def test_null_sections_and_checkpoints_of_others(tmp_path):

@@ -27,6 +27,7 @@ from transformers import Trainer
 import deepc
 
 from ..engine.engine import Engine
+from ..engine.states.saving import together
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -105,6 +106,39 @@ class EngineTrainerMixin(_Base):
         accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(
             model.module if isinstance(model, Engine) else model, *args, **kwargs
         )
+
+    # ---- samples ----------------------------------------------------------------------------------------------------
+    def _each_rank_its_own(self) -> None:
+        """Accelerate deals every rank samples of its own, which ranks that share a sequence or the model must not have.
+        A subclass that deals them itself does not come here."""
+        from ..config.source import read
+
+        config = read(self._deepc_config or {})[0]
+        tensor = config.get("tensor_parallel")
+        sizes = {
+            "sequence_parallel_size": config.get("sequence_parallel_size"),
+            "tensor_parallel.autotp_size": tensor.get("autotp_size") if isinstance(tensor, Mapping) else None,
+        }
+        for key, size in sizes.items():
+            if isinstance(size, int) and size > 1:
+                way = "parallelism_config" if key == "sequence_parallel_size" else "tensor_parallel"
+                raise UnsupportedError(
+                    f"deepc_config has {key} = {size}, whose ranks need the same samples, and EngineTrainer gives each"
+                    f" rank its own: use TrainingArguments(deepspeed=...) with {way} (docs/huggingface.md), or override"
+                    " get_train_dataloader and get_eval_dataloader so that these ranks get the same"
+                )
+
+    def get_train_dataloader(self) -> Any:
+        self._each_rank_its_own()
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        self._each_rank_its_own()
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self._each_rank_its_own()
+        return super().get_test_dataloader(test_dataset)
 
     # ---- the engine --------------------------------------------------------------------------------------------------
     def _configuration(self) -> dict[str, Any]:
@@ -257,10 +291,15 @@ class EngineTrainerMixin(_Base):
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = self.engine._zero3_consolidated_16bit_state_dict()
+        state, where = self.engine._zero3_consolidated_16bit_state_dict(), output_dir or self.args.output_dir
+        failure = None
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
-        self.accelerator.wait_for_everyone()
+            try:
+                self._save(where, state_dict=state)
+            except Exception as exc:  # the others wait, and are told
+                failure = CheckpointError(f"save_model: the model can't be written to {where}: {exc}")
+                failure.__cause__ = exc
+        together(self.engine, f"save_model to {where}", failure)
 
 
 class EngineTrainer(EngineTrainerMixin, Trainer):
