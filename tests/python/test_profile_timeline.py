@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import random
 import re
@@ -452,11 +453,42 @@ def ends_early(rank, world, folder):
     if rank == 1:
         engine.profile.listeners[0].close()  # what runs at the end of the process
     engine.destroy()
-    return profile.recorder, os.path.exists(os.path.join(folder, "trace.json"))
+    early = profile.recorder, os.path.exists(os.path.join(folder, "trace.json"))
+    return early, unwritable(rank, os.path.join(folder, "full"))
 
 
-def test_a_run_that_ends_early_leaves_every_ranks_file(tmp_path):
-    assert run_ranks(ends_early, 2, args=(str(tmp_path),)) == [(None, False)] * 2
+def unwritable(rank, folder):
+    """Rank 1 can't write its timeline of two steps: the steps of a training that goes on, what each rank says of it,
+    and the files. Then both can't, at the end of an engine."""
+    import deepc
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("deepc")
+    log.addHandler(handler)
+    os.makedirs(os.path.join(folder, "trace.rank1.json", "in the way"), exist_ok=True)
+    try:
+        for steps in ([1, 2], [1, 100]):
+            cfg = tiny.config(0, micro=2, deepc={"timeline": {"steps": steps, "folder": folder}})
+            engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+            for step in range(4):
+                engine.backward(engine(*tiny.make_batch(step, 2)))
+                engine.step()
+            done = engine.global_steps
+            engine.destroy()
+    finally:
+        log.removeHandler(handler)
+    return done, [s for s in said if "can't be written" in s], sorted(os.listdir(folder))
+
+
+def test_a_run_that_ends_early_leaves_every_ranks_file_and_one_that_cannot_write_them_goes_on(tmp_path):
+    found = run_ranks(ends_early, 2, args=(str(tmp_path),))
+    assert [early for early, _ in found] == [(None, False)] * 2
+    for rank, (_, (steps, said, files)) in enumerate(found):
+        assert steps == 4 and files == ["trace.json", "trace.rank0.json", "trace.rank1.json"]  # no half-written ones
+        assert len(said) == 1 and "trace.rank1.json" in said[0] and "Training goes on without it" in said[0]
+        assert ("can't be written: rank 1: " in said[0]) == (rank == 0)
     whole = merge(tmp_path)
     check_trace(whole)
     assert [(e["pid"], e["args"]["step"]) for e in sorted(_slices(whole, "steps"), key=lambda e: e["pid"])] == [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -38,6 +39,7 @@ from .probe import Listener, Probe, probe_of
 from .scheduled import write_json
 from .trace import Event, merge, to_json
 
+_log = logging.getLogger("deepc")
 FOLDER = "timeline"
 _LEAST_WAIT_NS = 1000
 _DISK = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "write shard", "publish checkpoint")
@@ -251,8 +253,16 @@ class Recorder:
         )
 
     def finish(self, folder: str, *, together: bool = True, whole: bool = True, **other: Any) -> str:
+        """As end. DeepcError if something can't be written; on all ranks if `together`."""
+        path, failure = self.end(folder, together=together, whole=whole, **other)
+        if failure:
+            raise DeepcError(failure)
+        return path
+
+    def end(self, folder: str, *, together: bool = True, whole: bool = True, **other: Any) -> tuple[str, str]:
         """Stops, and writes trace.rank<R>.json into `folder`; whole: rank 0 also writes trace.json with all ranks
-        (together, or if there is one rank). Returns this rank's path. Collective if `together`."""
+        (together, or if there is one rank). Returns this rank's path, and what could not be written: of any rank, and
+        the same on all, if `together`, which is collective."""
         self.stop()
         self.settle(together)
         found = self.trace(other)
@@ -262,7 +272,8 @@ class Recorder:
             write_json(path, found)
         except OSError as exc:
             failure = str(exc)
-        if together and whole and self.world > 1:
+        several = together and self.world > 1
+        if several and whole:
             everyone: list[Any] | None = [None] * self.world if self.rank == 0 else None
             dist.gather_object(found, everyone, dst=0)
         else:
@@ -272,12 +283,18 @@ class Recorder:
                 merge(everyone, os.path.join(folder, "trace.json"))
             except OSError as exc:
                 failure = str(exc)
-        if failure:
-            raise DeepcError(
-                f"the timeline can't be written: {failure}; set deepc.timeline.folder (or the folder passed) to one"
-                " that can be"
-            )
-        return path
+        told: list[Any] = [failure]
+        if several:
+            told = [None] * self.world
+            dist.all_gather_object(told, failure)
+        failed = [f"rank {r}: {f}" if several else f for r, f in enumerate(told) if f]
+        if not failed:
+            return path, ""
+        more = f" (and {len(failed) - 1} other ranks')" if len(failed) > 1 else ""
+        return path, (
+            f"the timeline can't be written: {failed[0]}{more}; set deepc.timeline.folder (or the folder passed) to one"
+            " that can be"
+        )
 
 
 def _groups() -> dict[int, str]:
@@ -360,7 +377,12 @@ class AtSteps(Listener):
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         engine = self._probe.engine
-        path = recorder.finish(self._folder, together=together, first_step=self._began, last_step=engine.global_steps)
+        steps = {"first_step": self._began, "last_step": engine.global_steps}
+        path, failure = recorder.end(self._folder, together=together, **steps)
+        if failure:  # not worth the run, whose loop this is inside of
+            if engine.everyone.rank == 0 or not together:
+                _log.warning(f"{failure}. Training goes on without it")
+            return
         whole = os.path.join(os.path.dirname(path), "trace.json") if together or recorder.world == 1 else path
         say(engine, f"timeline of steps {self._began} to {engine.global_steps}: {whole} (open it in ui.perfetto.dev)")
 

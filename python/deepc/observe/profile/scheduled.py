@@ -120,6 +120,11 @@ def write_json(path: str, value: Any) -> None:
     """Writes a file whole or not at all; its folder is made."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     new = f"{path}.{os.getpid()}.new"
-    with open(new, "w", encoding="utf-8") as f:
-        json.dump(value, f)
-    os.replace(new, path)
+    try:
+        with open(new, "w", encoding="utf-8") as f:
+            json.dump(value, f)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
