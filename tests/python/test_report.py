@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shutil
+import statistics
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import report_runs
 from deepc.errors import ArgumentError
-from deepc.observe.report.folder import read_runs
+from deepc.observe.report.folder import Run, read_runs
 from deepc.observe.report.page import embedded, page
+from deepc.observe.report.seen import look
+from deepc.observe.report.series import POINTS, Blocks, Curve, Point, Quantiles
 from deepc.report import digest as d
 from deepc.report import write_report
 
@@ -151,14 +156,72 @@ def test_engines_of_one_process_are_runs_of_their_own(tmp_path):
 
 
 # ---- digesting -------------------------------------------------------------------------------------------------------
-def test_thinning_keeps_spikes_and_both_ends():
-    xs = list(range(100_000))
-    ys = [0.0] * 100_000
+def curve(points) -> Curve:
+    first, *others = (Point(step, 2.0 * step, value) for step, value in points)
+    found = Curve(first)
+    for p in others:
+        found.add(p)
+    return found
+
+
+def test_a_long_curve_keeps_spikes_both_ends_and_the_mean_of_each_stretch():
+    ys = [1.0] * 100_000
     ys[77_777], ys[33] = 9.0, -9.0
-    tx, ty = d.thin(xs, ys)
-    assert len(tx) <= d.POINTS + 2 and (tx[0], tx[-1]) == (0, 99_999)
-    assert dict(zip(tx, ty))[77_777] == 9.0 and dict(zip(tx, ty))[33] == -9.0
-    assert d.thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
+    found = curve(enumerate(ys)).shown()
+    at = dict(zip(found["step"], found["value"]))
+    assert len(at) <= POINTS + 2 and list(at) == sorted(at) and {0, 99_999} <= set(at)
+    assert at[77_777] == 9.0 and at[33] == -9.0 and found["time"] == [2.0 * s for s in found["step"]]
+    means, width = found["mean"], found["per"]
+    assert POINTS // 4 < len(means["value"]) <= POINTS // 2 and len(means["value"]) == -(-100_000 // width)
+    odd = {33 // width: (width - 10) / width, 77_777 // width: (width + 8) / width}
+    assert means["value"] == [pytest.approx(odd.get(k, 1.0)) for k in range(len(means["value"]))]
+    assert all(k * width <= s < (k + 1) * width for k, s in enumerate(means["step"]))
+
+
+def test_a_short_curve_is_as_it_was_logged():
+    assert curve([(1, 3.0), (2, 4.0)]).shown() == {"step": [1, 2], "time": [2.0, 4.0], "value": [3.0, 4.0]}
+    last_first = curve([(2, 4.0), (1, 3.0), (2, 5.0)])
+    assert last_first.shown()["value"] == [3.0, 4.0, 5.0] and last_first.last.value == 5.0
+
+
+def test_figures_of_many_values_are_exact_or_say_what_they_are_of():
+    draw = random.Random(0)
+    values = [draw.lognormvariate(0, 1) for _ in range(20_001)]
+    found = Quantiles()
+    for v in values:
+        found.add(v)
+    assert found.median() == pytest.approx(statistics.median(values), rel=1e-3)
+    assert found.above(3.0) == pytest.approx(sum(v > 3.0 for v in values), rel=5e-3)
+    blocks = Blocks(8)
+    for i in range(100):
+        blocks.add(i, float(i), 1.0)
+    assert len(blocks.found) <= 8 and [f for _, f, _, _ in blocks.found] == list(range(0, 100, blocks.size))
+    assert sum(n for n, *_ in blocks.found) == 100 and blocks.found[-1][2] == 99
+    count, mean = blocks.tail(5)
+    assert count >= 5 and mean == sum(range(100 - count, 100)) / count
+    assert blocks.means(10) == (16, [7.5 + 16 * i for i in range(6)] + [pytest.approx(89.5)])
+
+
+def test_a_long_run_takes_no_more_memory_or_page_than_a_shorter_one(tmp_path):
+    def seen(steps: int) -> tuple[Run, int]:
+        """And the bytes that were taken at most."""
+        rows = report_runs.metrics(tmp_path / "metrics.jsonl", steps, skipped=range(2, steps, 2))
+        with (tmp_path / "metrics.jsonl").open("a") as f:
+            f.writelines(json.dumps(logged(r["step"], r["at"], acc=r["loss"])) + "\n" for r in rows)
+        del rows
+        run = read(tmp_path)
+        tracemalloc.start()
+        look(run)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return run, most
+
+    run, short = seen(2500)
+    page = len(json.dumps(d.digest(run)))
+    run, long = seen(10_000)
+    found = d.digest(run)
+    assert long < 1.2 * short and len(json.dumps(found)) < 1.2 * page
+    assert found["summary"]["steps"] == 10_000 and found["summary"]["skipped"] == len(found["skipped"]) == 4999
 
 
 def test_curves_have_what_was_recorded_and_gaps_where_it_was_not_finite(tmp_path):
@@ -502,7 +565,10 @@ def test_curves_of_any_values_and_names_are_drawn(tmp_path):
     names = ("__proto__", "constructor", "valueOf", "<b>&", "perplexity")
     rows += [logged(s, s, **dict.fromkeys(names, float(s))) for s in (1, 2)]
     found = shown(write_report(written(tmp_path, rows)), CURVES)
-    assert len(set(found["lr"]["axis"])) == len(found["lr"]["axis"]) >= 3 and found["lr"]["ys"] == [1]  # a flat line
+    assert len(set(found["lr"]["axis"])) == len(found["lr"]["axis"]) >= 3 and found["lr"]["ys"] == [
+        1,
+        1,
+    ]  # a flat line, of means
     assert len(set(found["loss"]["axis"])) == len(found["loss"]["axis"]) >= 3
     assert 100 < found["loss"]["marks"] < 1000  # one a pixel, of 4,000
     assert [found[n]["title"] for n in names if n != "__proto__"] == [n for n in names if n != "__proto__"]

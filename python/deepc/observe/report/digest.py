@@ -7,36 +7,19 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 import re
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import ArgumentError
 from ...plan.schedule import Schedule
 from .folder import Run, is_not_finite, number
+from .seen import SPLIT, look
+from .series import POINTS, Curve
 
-POINTS = 1600  # of a curve: more than the pixels that it gets
 MAX_EVENTS = 30_000  # of the timeline
-MAX_LISTED = 1000  # of what happened
 MIB = 2.0**20
-SPLIT = ("compute", "communication", "data", "disk")
 _Span = tuple[float, float, int, int]  # begin and duration in us, lane, name
-_NOT_CURVES = {
-    "step",
-    "at",
-    "skipped",
-    "skipped_steps",
-    "eta_s",
-    "total_steps",
-    "total_about",
-    "samples",
-    "tokens",
-    "wait",
-    "memory",
-    "parts",
-}
 _FIRST = (
     "loss",
     "lr",
@@ -71,7 +54,7 @@ def digest(run: Run) -> dict[str, Any]:
         "summary": summary(run),
         "curves": curves(run),
         "split": split(run),
-        "skipped": [{"step": s["step"], "reason": str(s.get("reason") or "")} for s in run.steps if s.get("skipped")],
+        "skipped": look(run).skipped.ticks,
         "memory": memory(run),
         "communication": communication(run),
         "pipeline": pipeline(run),
@@ -90,168 +73,81 @@ def _info(run: Run) -> dict[str, Any]:
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
-def flat(row: dict[str, Any]) -> dict[str, float]:
-    """Numbers of a step by dotted name ("memory.host")."""
-    out: dict[str, float] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            out.update({f"{key}.{k}": v for k, v in flat(value).items()})
-        elif (v := number(value)) is not None:
-            out[key] = v
-        elif isinstance(value, list) and value and all(number(x) is not None for x in value):
-            out[key] = float(value[0])  # one learning rate per group: the first
-    return out
-
-
-def thin(xs: list[float], ys: list[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `limit` points: of each stretch its lowest and highest value, so that no spike is lost; the first
-    and the last point stay."""
-    kept = _kept(ys, limit)
-    return [xs[i] for i in kept], [ys[i] for i in kept]
-
-
-def _kept(ys: list[float], limit: int = POINTS) -> Sequence[int]:
-    """Which points of a curve `thin` keeps, in order."""
-    n = len(ys)
-    if n <= limit:
-        return range(n)
-    size = -(-2 * n // limit)
-    keep = {0, n - 1}
-    for begin in range(0, n, size):
-        stretch = range(begin, min(begin + size, n))
-        keep.add(min(stretch, key=ys.__getitem__))
-        keep.add(max(stretch, key=ys.__getitem__))
-    return sorted(keep)
-
-
-def curves(run: Run) -> dict[str, dict[str, list[float]]]:
-    """name -> {"step": [...], "time": [...], "value": [...]}, the well-known ones first, each in the order of its
-    steps; a value that is not finite leaves a gap. What a script logs under a name that steps have is a curve of its
-    own."""
-    found: dict[str, tuple[list[float], list[float], list[float]]] = {}
-
-    def add(row: dict[str, Any], values: dict[str, float], called: Callable[[str], str] = str) -> None:
-        for name, value in values.items():
-            xs, ts, ys = found.setdefault(called(name), ([], [], []))
-            xs.append(row["step"])
-            ts.append(max(number(row.get("at")) or 0.0, ts[-1] if ts else 0.0))  # the page looks places up in it
-            ys.append(value)
-
-    for row in run.steps:
-        add(row, flat({k: v for k, v in row.items() if k not in _NOT_CURVES}))
-    taken = set(found)
-    for note in sorted(_logged(run), key=lambda n: n["step"]):
-        add(note, flat(note["scalars"]), lambda n: f"{n} (engine.log)" if n in taken else n)
-    out = {}
-    for name in sorted(found, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n)):
-        columns = found[name]
-        kept = _kept(columns[2])
-        out[name] = dict(zip(("step", "time", "value"), ([column[i] for i in kept] for column in columns)))
-    return out
-
-
-def _logged(run: Run) -> list[dict[str, Any]]:
-    """What the script gave to engine.log."""
-    return [n for n in run.notes if n["event"] == "log" and isinstance(n.get("scalars"), dict)]
+def curves(run: Run) -> dict[str, dict[str, Any]]:
+    """name -> Curve.shown(), the well-known ones first; a value that is not finite leaves a gap. What a script logs
+    under a name that steps have is a curve of its own."""
+    seen = look(run)
+    found = dict(seen.curves)
+    for name, curve in seen.logged.items():
+        found[f"{name} (engine.log)" if name in seen.curves else name] = curve
+    order = sorted(found, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n))
+    return {name: found[name].shown() for name in order}
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
-def step_seconds(run: Run) -> list[float | None]:
-    """Duration of each step."""
-    return [number(row.get("time_s")) for row in run.steps]
-
-
-@_once
 def split(run: Run) -> dict[str, Any] | None:
-    """Seconds per step: computing and waiting for communication, data and disk, a checkpoint before the step included.
-    None if no step says how long it waited."""
-    xs: list[float] = []
-    parts: dict[str, list[float]] = {k: [] for k in SPLIT}
-    between: dict[
-        int, float
-    ] = {}  # a checkpoint is no part of a step's time, but the step after it tells how long the disk took
-    for note in run.notes:
-        if note["event"] == "checkpoint":
-            between[note["step"] + 1] = between.get(note["step"] + 1, 0.0) + (number(note.get("seconds")) or 0.0)
-    for row, total in zip(run.steps, step_seconds(run)):
-        wait = row.get("wait")
-        if total is None or not isinstance(wait, dict):
-            continue
-        waits = {k: number(wait.get(f"{k}_s")) or 0.0 for k in SPLIT[1:]}
-        inside = sum(waits.values()) - min(waits["disk"], between.get(row["step"], 0.0))
-        xs.append(row["step"])
-        parts["compute"].append(max(0.0, total - inside))
-        for k, v in waits.items():
-            parts[k].append(v)
-    if not xs:
+    """Seconds per step: computing and waiting for communication, data and disk, a checkpoint before the step included;
+    means of stretches of the run, as parts of one bar must belong together. None if no step says how long it waited."""
+    seen = look(run)
+    found, steps = seen.split.found, seen.split.count
+    if not steps:
         return None
-    # steps are averaged in stretches: parts of one bar must belong together
-    size = -(-len(xs) // 400)
-    cut = [range(b, min(b + size, len(xs))) for b in range(0, len(xs), size)]
-    mean = {k: sum(v) / len(v) for k, v in parts.items()}
     return {
-        "step": [xs[c[0]] for c in cut],
-        "to": [xs[c[-1]] for c in cut],
-        "mean": mean,
-        "steps": len(xs),
-        "parts": {k: [sum(v[i] for i in c) / len(c) for c in cut] for k, v in parts.items()},
+        "step": [first for _, first, _, _ in found],
+        "to": [last for _, _, last, _ in found],
+        "mean": {k: total / steps for k, total in zip(SPLIT, seen.totals, strict=True)},
+        "steps": steps,
+        "parts": {k: [sums[i] / n for n, _, _, sums in found] for i, k in enumerate(SPLIT)},
     }
 
 
-def _warm(values: list[float]) -> list[float]:
-    """Without the first step, which is slower, where there are others."""
-    return values[1:] if len(values) > 2 else values
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _median(run: Run, name: str) -> float | None:
+    """Of a figure of the steps, without the first one, which is slower, where there are others."""
+    pace = look(run).paces.get(name)
+    return pace.median() if pace is not None else None
 
 
 _VALIDATION = ("eval_loss", "val_loss", "valid_loss", "validation_loss", "test_loss")
 
 
-def _validation(run: Run) -> tuple[str, list[float]] | None:
-    """What a script logged as its validation loss: (its name, the values), under the names that loops give it."""
-    found: dict[str, list[float]] = {}
-    for note in _logged(run):
-        for name, value in flat(note["scalars"]).items():
-            found.setdefault(name, []).append(value)
+def _validation(run: Run) -> tuple[str, Curve] | None:
+    """What a script logged as its validation loss, and its name, under the names that loops give it."""
+    found = look(run).logged
     plain = {name: name.lower().replace("/", "_").replace(" ", "_").replace(".", "_") for name in found}
     return next(((name, found[name]) for wanted in _VALIDATION for name, p in plain.items() if p == wanted), None)
 
 
 def summary(run: Run) -> dict[str, Any]:
     """The figures of the header and of the comparison."""
-    losses, seconds = run.values("loss"), [s for s in step_seconds(run) if s is not None]
-    last = next((s["loss"] for s in reversed(run.steps) if s.get("loss") is not None), None)
-    lost = is_not_finite(last)  # what it was before says nothing of how this run ended
+    seen = look(run)
+    losses, count = seen.losses, seen.losses.finite.count
+    lost = is_not_finite(losses.final)  # what it was before says nothing of how this run ended
     model = run.info.get("model")
     model = model if isinstance(model, dict) else {}
-    tail = losses[-max(min(5, len(losses)), len(losses) // 20) :] if losses and not lost else []
+    tail = losses.finite.tail(max(min(5, count), count // 20)) if count and not lost else None
     validation = _validation(run)
-    clock = run.values("at")
     waits, total = split(run), 0.0
     if waits:
         total = sum(waits["mean"].values())
     return {
-        "steps": run.steps[-1]["step"] if run.steps else 0,
-        "first_step": run.steps[0]["step"] if run.steps else 0,
-        "first_loss": losses[0] if losses else None,
-        "loss": str(last) if lost else losses[-1] if losses else None,
-        "best_loss": min(losses, default=None),
-        "tail_loss": sum(tail) / len(tail) if tail else None,
-        "tail_steps": len(tail),
-        "validation": validation[1][-1] if validation else None,
-        "best_validation": min(validation[1]) if validation else None,
+        "steps": seen.last_step,
+        "first_step": seen.first_step,
+        "first_loss": losses.first,
+        "loss": str(losses.final) if lost else losses.last,
+        "best_loss": losses.best,
+        "tail_loss": tail[1] if tail else None,
+        "tail_steps": tail[0] if tail else 0,
+        "validation": validation[1].last.value if validation else None,
+        "best_validation": validation[1].low.value if validation else None,
         "validation_name": validation[0] if validation else "",
-        "skipped": sum(bool(s.get("skipped")) for s in run.steps),
-        "step_s": _median(_warm(seconds)),
-        "slowest_s": max(_warm(seconds), default=None),
-        "duration_s": clock[-1] if clock else None,
-        "tokens_per_s": _median(_warm(run.values("tokens_per_s"))),
-        "samples_per_s": _median(_warm(run.values("samples_per_s"))),
-        "tflops": _median(_warm(run.values("tflops"))),
-        "fraction_of_peak": _median(_warm(run.values("fraction_of_peak"))),
+        "skipped": seen.skipped.count,
+        "step_s": _median(run, "time_s"),
+        "slowest_s": seen.paces["time_s"].most() if "time_s" in seen.paces else None,
+        "duration_s": seen.clock,
+        "tokens_per_s": _median(run, "tokens_per_s"),
+        "samples_per_s": _median(run, "samples_per_s"),
+        "tflops": _median(run, "tflops"),
+        "fraction_of_peak": _median(run, "fraction_of_peak"),
         "waiting": 1 - waits["mean"]["compute"] / total if waits and total else None,
         "peak_bytes": peak_bytes(run),
         "parameters": number(model.get("parameters")),
@@ -269,29 +165,22 @@ _LEVELS = ("available", "limit")  # not a use of memory
 _COUNTS = ("heap.refusals", "heap.foreign_frees")  # no bytes
 
 
-@_once
 def memory(run: Run) -> dict[str, Any] | None:
     """Rows (name, largest, last and least measured bytes), bytes over the steps, the prediction, and what of it was
     measured."""
     told = run.info.get("predicted")
     told = told if isinstance(told, dict) else None
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for row in run.steps:
-        if isinstance(row.get("memory"), dict):
-            for name, value in flat(row["memory"]).items():
-                xs, ys = series.setdefault(name, ([], []))
-                xs.append(row["step"])
-                ys.append(value)
+    series = look(run).memory
     states = _states(run)
     if not series and told is None and not states:
         return None
     rows = [
-        {"name": n, "measured": max(ys), "last": ys[-1], "least": min(ys), "count": n in _COUNTS}
-        for n, (_, ys) in series.items()
+        {"name": n, "measured": c.high.value, "last": c.last.value, "least": c.low.value, "count": n in _COUNTS}
+        for n, c in series.items()
     ]
     over = {
-        n: dict(zip(("step", "value"), thin(xs, ys)))
-        for n, (xs, ys) in series.items()
+        n: {k: v for k, v in c.shown().items() if k in ("step", "value")}
+        for n, c in series.items()
         if n not in _LEVELS and not n.startswith("heap.")
     }
     return {
@@ -330,19 +219,14 @@ def _states(run: Run) -> list[dict[str, Any]]:
 
 def peak_bytes(run: Run) -> float | None:
     """The most that the ranks took, what they share counted once; of a GPU where there is one."""
-    found = [m for s in run.steps if isinstance(m := s.get("memory"), dict)]
-    if gpu := [v for m in found if (v := number(m.get("gpu_peak"))) is not None]:
-        return max(gpu)
-    host = [v + (number(m.get("shared")) or 0.0) for m in found if (v := number(m.get("process_peak"))) is not None]
-    return max(host, default=None)
+    seen = look(run)
+    return seen.host_peak if seen.gpu_peak is None else seen.gpu_peak
 
 
 def rank_peak(run: Run) -> float | None:
     """Own bytes of rank 0's peak through the first step above the process before initialize, if the engine could
     tell."""
-    return next(
-        (v for n in run.notes if n["event"] == "memory" and (v := number(n.get("peak_bytes"))) is not None), None
-    )
+    return look(run).rank_peak
 
 
 def planned(run: Run) -> float | None:
@@ -410,11 +294,11 @@ def pipeline(run: Run) -> dict[str, Any] | None:
     """The last batch whose times a pipeline has left: actions [name, kind, stage] of each rank, and for "predicted" and
     "measured" the spans [begin us, end us] of these, the time of all, and which part of it the ranks wait; seconds of
     each stage. None without one, or if it is not whole."""
-    noted = [n for n in run.notes if n["event"] == "pipeline"]
-    if not noted:
+    noted = look(run).batch
+    if noted is None:
         return None
     try:
-        return _batch(noted[-1])
+        return _batch(noted)
     except (ArgumentError, AttributeError, KeyError, TypeError, ValueError) as exc:
         run.problems.append(
             f"metrics.jsonl: the times of a pipeline's batch can't be read: {type(exc).__name__}: {exc}"
@@ -563,46 +447,12 @@ def _counter(rank: int, name: str, points: list[tuple[float, dict[str, float]]],
 def events(run: Run) -> list[dict[str, Any]]:
     """Skipped steps, warnings, checkpoints and changes, in step order; of very many the last, and how many others there
     are."""
-    out: list[dict[str, Any]] = []
-    for row in run.steps:
-        if row.get("skipped"):
-            out.append(
-                {
-                    "step": row["step"],
-                    "at": number(row.get("at")),
-                    "kind": "skipped",
-                    "text": str(row.get("reason") or "") or "the step was skipped",
-                }
-            )
-    for note in run.notes:
-        if note["event"] not in ("log", "pipeline"):
-            out.append(
-                {"step": note["step"], "at": number(note.get("at")), "kind": str(note["event"]), "text": _told(note)}
-            )
-    known = {n["step"] for n in run.notes if n["event"] == "resume"}
-    out += [
-        {"step": s, "at": None, "kind": "resume", "text": "steps from here on were run again"}
-        for s in run.restarts
-        if not {s, s - 1} & known
-    ]
-    out.sort(key=lambda e: e["step"])
-    if more := out[:-MAX_LISTED]:
-        text = f"{len(more)} earlier ones are not listed ({sum(e['kind'] == 'skipped' for e in more)} skipped steps)"
-        out = [{"step": more[-1]["step"], "at": more[-1]["at"], "kind": "more", "text": text}, *out[-MAX_LISTED:]]
+    happened = look(run).happened
+    out, more = happened.listed(), happened.last_other
+    if more is not None:
+        text = f"{happened.others} earlier ones are not listed ({happened.others_skipped} skipped steps)"
+        out = [{"step": more["step"], "at": more["at"], "kind": "more", "text": text}, *out]
     return out
-
-
-def _told(note: dict[str, Any]) -> str:
-    if note["event"] == "checkpoint":
-        seconds = number(note.get("seconds"))
-        return f"{note.get('what', 'save')} {note.get('path', '')}" + (
-            f", {seconds:.3g} s" if seconds is not None else ""
-        )
-    if note["event"] == "memory":
-        return str(note.get("text") or "").removeprefix("memory: ")
-    if note["event"] == "resume":
-        return "the run went on from here"
-    return str(note.get("text") or note.get("message") or "")
 
 
 def findings(run: Run) -> list[dict[str, str]]:
@@ -619,7 +469,7 @@ def findings(run: Run) -> list[dict[str, str]]:
     _about_exchange(run, say)
     for p in run.problems:
         say("note", p)
-    if not run.steps:
+    if not look(run).steps:
         say(
             "note",
             "metrics.jsonl has no steps: the curves are missing",
@@ -630,56 +480,50 @@ def findings(run: Run) -> list[dict[str, str]]:
 
 def _about_exchange(run: Run, say: Callable[..., None]) -> None:
     """1-bit optimizers."""
-    rows = [s["exchange"] for s in run.steps if isinstance(s.get("exchange"), dict)]
-    whole = next((x for r in rows if (x := number(r.get("uncompressed_bytes")))), None)
-    if whole is None:
+    found = look(run).exchange
+    whole, last = found.uncompressed, number(found.last.get("bytes")) or 0.0
+    if not whole:
         return
-    sent = [number(r.get("bytes")) or 0.0 for r in rows]
-    frozen = int(number(rows[-1].get("frozen_after")) or 0)
+    frozen = int(number(found.last.get("frozen_after")) or 0)
     when = f"; the variance was frozen after step {frozen}" if frozen else ""
     say(
         "note",
-        f"1-bit optimizer: a rank exchanged {sum(sent) / len(sent) / 2**20:.3g} MiB a step,"
-        f" {sent[-1] / 2**20:.3g} MiB at the last, and {whole / 2**20:.3g} MiB uncompressed{when}",
+        f"1-bit optimizer: a rank exchanged {found.bytes / found.count / 2**20:.3g} MiB a step,"
+        f" {last / 2**20:.3g} MiB at the last, and {whole / 2**20:.3g} MiB uncompressed{when}",
     )
 
 
 def _about_loss(run: Run, say: Callable[..., None]) -> None:
-    known = [s for s in run.steps if s.get("loss") is not None]
-    bad = [s for s in known if is_not_finite(s["loss"])]
-    if bad:
-        first, last = bad[0]["step"], bad[-1]["step"]
-        for_good = len(bad) == sum(s["step"] >= first for s in known)
-        which = f"at step {first}" if first == last else f"at {len(bad)} steps, from {first} to {last}"
+    seen = look(run)
+    losses, skipped = seen.losses, seen.skipped
+    if losses.bad:
+        first, last = losses.bad_first, losses.bad_last
+        for_good = losses.bad == losses.since
+        which = f"at step {first}" if first == last else f"at {losses.bad} steps, from {first} to {last}"
         say(
-            "bad" if for_good or not all(s.get("skipped") for s in bad) else "note",
+            "bad" if for_good or not losses.bad_were_skipped else "note",
             f"the loss is not finite from step {first} on" if for_good else f"the loss was not finite {which}",
             "lower the learning rate, add gradient_clipping, or look at the data of that step",
         )
-    skipped = [s["step"] for s in run.steps if s.get("skipped")]
-    if skipped:
-        late = [s for s in skipped if s > run.steps[0]["step"] + 30]
-        often = len(late) > 0.02 * len(run.steps)
+    if skipped.count:
+        often = skipped.late > 0.02 * seen.steps
         fix = (
             "gradients overflow again and again: try bf16, a lower learning rate, or clipping"
             if often
             else (
                 "once in a while that is normal with a dynamic loss scale"
-                if late
+                if skipped.late
                 else "normal while the loss scale finds its value"
             )
         )
         say(
             "bad" if often else "note",
-            f"{len(skipped)} of {len(run.steps)} steps were skipped ({100 * len(skipped) / len(run.steps):.1f} %), the"
-            f" last at step {skipped[-1]}",
+            f"{skipped.count} of {seen.steps} steps were skipped ({100 * skipped.count / seen.steps:.1f} %), the last"
+            f" at step {skipped.last}",
             fix,
         )
-    losses = run.values("loss")
-    if len(losses) >= 20:
-        k = len(losses) // 10
-        upto = [0.0, *itertools.accumulate(losses)]
-        means = [(upto[i + k] - upto[i]) / k for i in range(len(losses) - k + 1)]
+    if losses.finite.count >= 20:
+        k, means = losses.finite.means(losses.finite.count // 10)
         begin, end, best = means[0], means[-1], min(means)
         if end > begin:
             say(
@@ -712,16 +556,16 @@ def _about_time(run: Run, say: Callable[..., None]) -> None:
                 )
         if total and mean["compute"] / total > 0.9:
             say("good", f"{100 * mean['compute'] / total:.0f} % of a step is computing")
-    seconds = [(row["step"], s) for row, s in zip(run.steps, step_seconds(run)) if s is not None][1:]
-    if len(seconds) >= 10:
-        middle = statistics.median(s for _, s in seconds)
-        slow = [n for n, s in seconds if s > 2 * middle]
-        if slow:
+    pace = look(run).paces.get("time_s")
+    if pace is not None and pace.rest.count >= 10:
+        middle = pace.rest.median() or 0.0
+        count, slow = pace.above(2 * middle)
+        if count:
             say(
                 "note",
-                f"{len(slow)} step{'s' * (len(slow) > 1)} took more than twice the median of {middle:.3g} s: "
+                f"{count} step{'s' * (count > 1)} took more than twice the median of {middle:.3g} s: "
                 f"{', '.join(map(str, slow[:8]))}"
-                f"{' ...' if len(slow) > 8 else ''}",
+                f"{' ...' if count > 8 else ''}",
                 "checkpoints, evaluation, another process on the machine, or memory that is written back",
             )
 

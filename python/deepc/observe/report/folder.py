@@ -4,11 +4,14 @@ run is lost by it. Standard library only."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,16 +25,14 @@ _ENGINE = re.compile(r"(?:run\.(\d+)\.json|metrics\.(\d+)\.jsonl)")
 
 @dataclass
 class Run:
-    """What one engine of a run left in the run's folder. steps: one dict a step, in order, each step once (a resumed
-    run replaces what it repeats); notes: lines of metrics.jsonl that are no steps; traces: rank -> Chrome trace events;
-    comms: rank -> summary of the communication logger (operation -> message bytes -> figures)."""
+    """What one engine of a run left in the run's folder. records: the lines of metrics.jsonl; traces: rank -> Chrome
+    trace events; comms: rank -> summary of the communication logger (operation -> message bytes -> figures)."""
 
     path: str
     name: str
     engine: int = 1
     info: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[dict[str, Any]] = field(default_factory=list)
+    records: Records | tuple[()] = ()
     restarts: list[int] = field(default_factory=list)  # steps at which a resumed run went on
     traces: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     comms: dict[int, dict[str, dict[str, dict[str, Any]]]] = field(default_factory=dict)
@@ -45,9 +46,10 @@ class Run:
         found = self.info.get("config")
         return found if isinstance(found, dict) else {}
 
-    def values(self, name: str) -> list[float]:
-        """The finite values of a metric, in step order."""
-        return [v for s in self.steps if (v := number(s.get(name))) is not None]
+    @property
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """One dict a step, in order."""
+        return (r for r in self.records if "event" not in r)
 
 
 def number(value: Any) -> float | None:
@@ -111,7 +113,8 @@ def _read_engine(folder: Path, names: list[str], number_: int) -> Run:
     else:
         run.problems.append(f"run{dot}.json is no JSON object")
     if f"metrics{dot}.jsonl" in names:
-        _read_steps(folder / f"metrics{dot}.jsonl", run)
+        run.records = Records(folder / f"metrics{dot}.jsonl")
+        run.records.read(run)
     return run
 
 
@@ -142,39 +145,62 @@ def _opened(path: Path, run: Run) -> TextIO:
         return io.StringIO()
 
 
-def _read_steps(path: Path, run: Run) -> None:
-    rows: dict[int, dict[str, Any]] = {}
-    last, bad, ended = None, 0, True
-    with _opened(path, run) as f:
-        for line in f:
-            ended = line.endswith("\n")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                bad += 1
-                continue
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
-                bad += 1
-                continue
-            step = row["step"]
-            if "event" in row:
-                run.notes.append(row)
-                continue
-            if last is not None and step <= last:
-                run.restarts += [] if step in run.restarts else [step]
-                for older in [s for s in rows if s >= step]:
-                    del rows[older]
-                # what the script logged at those steps is logged again, as they are
-                run.notes = [n for n in run.notes if n["event"] != "log" or n["step"] < step]
-            rows[step], last = row, step
-    if bad:
-        run.problems.append(
-            f"{path.name}: {bad} line{'s are' if bad > 1 else ' is'} no record of a"
-            f" step{'' if ended else ' (the last one is cut off)'}"
-        )
-    run.steps = [rows[s] for s in sorted(rows)]
+class Records:
+    """The lines of metrics.jsonl, one dict each, read anew at each look, since a run may have any number of them: each
+    step once (a resumed run replaces what it repeats, and what the script logged there), in order, and between them
+    what are no steps ("event")."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = 0
+        self._restarts: list[tuple[int, int]] = []  # (line, step), both rising: what is before it, from this step on
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        restarts = self._restarts
+        k = 0
+        with contextlib.suppress(OSError), self._path.open(encoding="utf-8", errors="replace") as f:
+            for i, line in enumerate(itertools.islice(f, self._lines)):
+                if (row := _record(line)) is None:
+                    continue
+                while k < len(restarts) and restarts[k][0] <= i:
+                    k += 1
+                replaced = k < len(restarts) and row["step"] >= restarts[k][1]
+                if not replaced or row.get("event", "log") != "log":
+                    yield row
+
+    def read(self, run: Run) -> None:
+        """Finds where a resumed run went on, and what is no record."""
+        last, bad, ended = None, 0, True
+        with _opened(self._path, run) as f:
+            for i, line in enumerate(f):
+                self._lines, ended = i + 1, line.endswith("\n")
+                if not line.strip():
+                    continue
+                if (row := _record(line)) is None:
+                    bad += 1
+                    continue
+                if "event" in row:
+                    continue
+                step = row["step"]
+                if last is not None and step <= last:
+                    run.restarts += [] if step in run.restarts else [step]
+                    while self._restarts and self._restarts[-1][1] >= step:
+                        self._restarts.pop()
+                    self._restarts.append((i, step))
+                last = step
+        if bad:
+            run.problems.append(
+                f"{self._path.name}: {bad} line{'s are' if bad > 1 else ' is'} no record of a"
+                f" step{'' if ended else ' (the last one is cut off)'}"
+            )
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _read_rank_file(path: Path, kind: str, rank: int, run: Run) -> None:

@@ -121,7 +121,7 @@
     let m = 0, w = 0;
     return ys.map((y) => { m = f * m + (1 - f) * y; w = f * w + (1 - f); return m / w; });
   }
-  // series: () => [{name, color, x, y, marks}]; log: whether the values may be drawn on a log axis
+  // series: () => [{name, color, x, y, marks, mean}]; mean, {x, y}: of a long curve, whose x and y are the lowest and highest of each stretch
   function lineChart(host, series, { tall = 190, format = short, zero = false, key = "", xformat = null, zoom = true } = {}) {
     const box = el("div", { class: "chart" });
     host.append(box);
@@ -141,10 +141,14 @@
       const log = state.log.has(key);
       const ok = (y) => Number.isFinite(y) && (!log || y > 0);
       let y0 = Infinity, y1 = -Infinity;
-      const drawn = all.map((s) => ({ ...s, ys: zoom ? smoothed(s.y, state.smooth) : s.y }));
+      const drawn = all.map((s) => {
+        const line = s.mean || s;
+        return { ...s, line: { x: line.x, y: zoom ? smoothed(line.y, state.smooth) : line.y } };
+      });
       for (const s of drawn) {
-        s.ys.forEach((y, i) => {
-          if (s.x[i] < x0 || s.x[i] > x1 || !ok(y)) return;
+        const seen = state.smooth && zoom ? s.line : s;
+        seen.y.forEach((y, i) => {
+          if (seen.x[i] < x0 || seen.x[i] > x1 || !ok(y)) return;
           y0 = Math.min(y0, y);
           y1 = Math.max(y1, y);
         });
@@ -177,20 +181,20 @@
       defs.append(cp);
       const lines = sv("g", { "clip-path": `url(#${clip})` });
       svg.append(defs, lines);
-      const path = (s, ys) => {
+      const path = ({ x, y }) => {
         let d = "", pen = false;
-        s.x.forEach((x, i) => {
-          if (ok(ys[i])) d += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(ys[i]).toFixed(1)}`;
-          pen = ok(ys[i]);
+        x.forEach((at, i) => {
+          if (ok(y[i])) d += `${pen ? "L" : "M"}${X(at).toFixed(1)} ${Y(y[i]).toFixed(1)}`;
+          pen = ok(y[i]);
         });
         return d;
       };
       for (const s of drawn) {
         const stroke = { fill: "none", stroke: s.color };
-        if (zoom && state.smooth) lines.append(sv("path", { d: path(s, s.y), ...stroke, "stroke-width": 1, opacity: 0.25 }));
+        if (s.mean || (zoom && state.smooth)) lines.append(sv("path", { d: path(s), ...stroke, "stroke-width": 1, opacity: s.mean ? 0.4 : 0.25 }));
         const dashes = { "stroke-linejoin": "round", "stroke-dasharray": s.dash || "none" };
-        lines.append(sv("path", { d: path(s, s.ys), ...stroke, ...dashes, "stroke-width": 1.6 }));
-        if (s.x.length === 1 && ok(s.ys[0])) lines.append(sv("circle", { cx: X(s.x[0]), cy: Y(s.ys[0]), r: 3, fill: s.color }));
+        lines.append(sv("path", { d: path(s.line), ...stroke, ...dashes, "stroke-width": 1.6 }));
+        if (s.x.length === 1 && ok(s.y[0])) lines.append(sv("circle", { cx: X(s.x[0]), cy: Y(s.y[0]), r: 3, fill: s.color }));
         const low = { y1: height - bottom, y2: height - bottom - 9 };
         const marked = new Set((s.marks || []).filter((m) => m >= x0 && m <= x1).map((m) => Math.round(X(m)))); // one a pixel
         for (const x of marked) lines.append(sv("line", { ...low, x1: x, x2: x, stroke: css("bad"), "stroke-width": 1.5 }));
@@ -213,7 +217,8 @@
       }
       const rows = view.drawn.map((s) => {
         const i = nearest(s.x, x);
-        return tipRow(named(s.color, s.name), format(s.y[i]));
+        const mean = s.mean ? `, mean of ${short(s.per, 9)} steps ${format(s.mean.y[nearest(s.mean.x, x)])}` : "";
+        return tipRow(named(s.color, s.name), `${format(s.y[i])}${mean}`);
       });
       const s0 = view.drawn[0];
       const where = `${xformat || state.axis === "time" ? "at" : "step"} ${view.xf(s0.x[nearest(s0.x, x)])}`;
@@ -422,10 +427,11 @@
       lineChart(card, () => RUNS.flatMap((r, i) => {
         const c = curve(r, name);
         if (!c || state.hidden.has(i)) return [];
-        const xs = state.axis === "time" ? c.time : c.step;
-        const at = (k) => (state.axis === "time" ? c.time[nearest(c.step, k.step)] : k.step);
+        const xs = (of) => (state.axis === "time" ? of.time : of.step);
+        const at = (step) => (state.axis === "time" ? c.time[nearest(c.step, step)] : step);
+        const mean = c.mean ? { x: xs(c.mean), y: c.mean.value } : null;
         const marks = ["loss", "loss_scale", "grad_norm"].includes(name) ? r.skipped.map(at) : [];
-        return [{ name: MANY ? r.name : title(name), color: MANY ? color(i) : css("accent"), x: xs, y: c.value, marks }];
+        return [{ name: MANY ? r.name : title(name), color: MANY ? color(i) : css("accent"), x: xs(c), y: c.value, marks, mean, per: c.per }];
       }), { format: form(name), key: name });
     }
     if (rest.children.length) {
@@ -433,6 +439,8 @@
       host.append(el("details", { class: "more", ontoggle: redraw }, el("summary", {}, `${rest.children.length} more: ${others}`), rest));
     }
     if (RUNS.some((r) => r.skipped.length)) host.append(legend([[css("bad"), "ticks at the bottom: skipped steps"]]));
+    const long = Math.max(...names.flatMap((n) => RUNS.map((r) => (curve(r, n) || {}).per || 0)));
+    if (long) host.append(sub(`Of a long curve the line is the mean of each stretch of up to ${short(long, 9)} steps, what is paler its lowest and highest values.`));
   }
 
   // ---- time of a step -----------------------------------------------------------------------------------------------------
