@@ -442,6 +442,8 @@ def _state_dicts(rank, world, nodes, folder):
             )
             on_rank_0 = engine._zero3_consolidated_16bit_state_dict()
             assert (on_rank_0 is None) == (rank != 0)
+            for n, t in (on_rank_0 or {}).items():  # else accelerator.save_model leaves it out, as tied
+                assert t.untyped_storage().nbytes() == t.nbytes, n
             file = io.BytesIO()
             torch.save(engine.module.state_dict(), file)
             file.seek(0)
@@ -454,6 +456,7 @@ def _state_dicts(rank, world, nodes, folder):
                 engine.load_module_state_dict({})
             engine.load_module_state_dict(state if rank == 0 or stage == 2 else {n: t + 1 for n, t in state.items()})
             assert all(torch.all(p == 0.25) for p in engine.module.parameters())
+            assert on_rank_0 is None or all(torch.equal(t, out[stage][n]) for n, t in on_rank_0.items())
             assert torch.all(deepc.view(engine.module.ln.weight).fp32 == 0.25)
             engine.destroy()
     return out

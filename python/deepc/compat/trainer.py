@@ -27,6 +27,7 @@ from transformers import Trainer
 import deepc
 
 from ..engine.engine import Engine
+from ..engine.states.access import consolidated_state_dict
 from ..engine.states.saving import together
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -291,7 +292,7 @@ class EngineTrainerMixin(_Base):
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state, where = self.engine._zero3_consolidated_16bit_state_dict(), output_dir or self.args.output_dir
+        state, where = consolidated_state_dict(self.engine, copies=False), output_dir or self.args.output_dir
         failure = None
         if self.args.should_save:
             try:

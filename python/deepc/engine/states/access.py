@@ -502,13 +502,29 @@ def _own_state_dict(engine: EngineBase) -> dict[str, torch.Tensor]:
 
 
 def consolidated_state_dict(
-    engine: EngineBase, exclude_frozen_parameters: bool = False
+    engine: EngineBase, exclude_frozen_parameters: bool = False, copies: bool = True
 ) -> dict[str, torch.Tensor] | None:
-    """module_state_dict on the CPU on rank 0, None on the others. Collective."""
+    """module_state_dict on the CPU on rank 0, None on the others; copies: that training does not change, each in memory
+    of its own (who writes safetensors takes what shares a storage for tied, and leaves it out), of tied ones one.
+    Collective."""
     whole = module_state_dict(engine, exclude_frozen_parameters, engine.everyone.rank == 0)
     if engine.everyone.rank != 0:
         return None
-    return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
+    tensors = (*engine.module.parameters(), *engine.module.buffers())
+    living = {t.untyped_storage().data_ptr() for t in tensors}
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def on_cpu(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not copies:
+            return t.detach().cpu() if isinstance(t, torch.Tensor) else t
+        key = (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        if key not in made:
+            found, storage = t.detach().cpu(), t.untyped_storage()
+            shares = storage.data_ptr() in living or storage.nbytes() > t.nbytes
+            made[key] = found.clone() if shares and found.data_ptr() == t.data_ptr() else found
+        return made[key]
+
+    return type(whole)((n, on_cpu(t)) for n, t in whole.items())
 
 
 def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], strict: bool) -> None:
