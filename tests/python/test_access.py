@@ -352,6 +352,10 @@ def _streamed(rank, world, nodes, precision):
             whole = {n: t.clone() for n, t in engine.module_state_dict().items()}
             assert torch.all(whole["pos.weight"] == 0.5)
             assert all(torch.equal(whole[n], deepc.view(p).value) for n, p in trained(engine))
+            on_rank_0 = engine._zero3_consolidated_16bit_state_dict() or {}
+            assert on_rank_0.keys() == (whole.keys() if rank == 0 else set())
+            assert all(torch.equal(t, whole[n]) for n, t in on_rank_0.items())
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in on_rank_0.values())
             engine.load_module_state_dict({n: torch.full_like(t, 0.125) for n, t in whole.items()})
             assert all(
                 torch.all(v.value == 0.125) and torch.equal(v.fp32.to(engine.dtype), v.value)

@@ -13,6 +13,7 @@ utils.py has DeepSpeed's names for the same (safe_get_full_grad, ...)."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,7 @@ import torch
 
 from ...core.foreign import private
 from ...core.ops import casts
-from ...errors import ArgumentError, DiskError, UnsupportedError
+from ...errors import ArgumentError, DiskError, ReleasedParameterError, UnsupportedError
 from ...parallel.expert.spread import gather_experts, own_experts
 from ...parallel.tensor.group import tensor_group, whole_of, whole_state_dict
 from ...plan.layout import Segment
@@ -510,8 +511,10 @@ def consolidated_state_dict(
     whole = module_state_dict(engine, exclude_frozen_parameters, engine.everyone.rank == 0)
     if engine.everyone.rank != 0:
         return None
-    tensors = (*engine.module.parameters(), *engine.module.buffers())
-    living = {t.untyped_storage().data_ptr() for t in tensors}
+    living = set()
+    for own in (*engine.module.parameters(), *engine.module.buffers()):
+        with contextlib.suppress(ReleasedParameterError):  # its values in `whole` are a copy
+            living.add(own.untyped_storage().data_ptr())
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def on_cpu(t: Any) -> Any:
