@@ -684,8 +684,9 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.timeline.memory_ms": (
         TIMELINE,
         1,
-        # moments, of which each has as many counters as there are kinds of memory in this process
-        trace(lambda events: len({e["ts"] for e in events if e["ph"] == "C"}) > 120, pause=0.3),
+        # moments, of which each has as many counters as there are kinds of memory in this process: 14 at the borders of
+        # spans, and hundreds in the pauses, a few on a busy machine
+        trace(lambda events: len({e["ts"] for e in events if e["ph"] == "C"}) > 20, pause=0.5),
     ),
     "deepc.timeline.folder": (TIMELINE, "elsewhere", files),
     "deepc.precision.overflow_steps": (AUTO, 1, series),

@@ -434,8 +434,7 @@ def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, traine
         )
     if trained and not casts(p):
         way = (
-            "keep it as a real one of shape [..., 2] (torch.view_as_real) and compute with torch.view_as_complex of it in"
-            " the forward"
+            "keep it as a real one, [..., 2] (torch.view_as_real), and compute with torch.view_as_complex of it in forward"
             if p.is_complex()
             else "set requires_grad_(False), or give it another dtype"
         )
