@@ -434,7 +434,7 @@ def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, traine
         )
     if trained and not casts(p):
         way = (
-            "keep it as a real one, [..., 2] (torch.view_as_real), and compute with torch.view_as_complex of it in forward"
+            "keep it as a real one, [..., 2] (torch.view_as_real), and compute with torch.view_as_complex in forward"
             if p.is_complex()
             else "set requires_grad_(False), or give it another dtype"
         )
