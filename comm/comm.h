@@ -65,6 +65,11 @@ DC_API int dc_comm_abort(dc_comm *c, const char *reason);
  * them get DC_E_MISMATCH, with who waits where, instead of waiting for ever (comm/deadlock.c). Local: every rank calls
  * it, while no other thread is in one of them. Ends when c or `to` is closed. DC_E_INVALID if their ranks differ. */
 DC_API int dc_comm_relate(dc_comm *c, dc_comm *to);
+/* Says that the calling thread, which is the one that trains, calls both c (with what is related to it) and `to`, of
+ * the same ranks in the same order, as other threads may too: then ranks whose training threads wait for each other,
+ * one in c's and one in `to`'s, get DC_E_MISMATCH as well. One thread a process: the one that called this last. Local.
+ * Ends when c or `to` is closed. DC_E_INVALID if their ranks differ. */
+DC_API int dc_comm_meet(dc_comm *c, dc_comm *to);
 /* Says that c and `on` are groups of one model, of any ranks: from now on a wait in c ends also when `on` is broken,
  * with its error, or 2 s after a rank of `on` has ended without leaving it (DC_E_PEER_DIED). Local and one way. Ends
  * when c or `on` is closed. */

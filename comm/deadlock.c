@@ -16,7 +16,11 @@
  * A call that a thread makes for another one (an asynchronous collective) is no wait of the rank until that one waits
  * for it: what is missing may come from there (dc_comm_thread_serves).
  *
- * Assumes what dc_comm_relate asks for: the same ranks, one call at a time over the whole family. */
+ * Assumes what dc_comm_relate asks for: the same ranks, one call at a time over the whole family.
+ *
+ * A script has communicators of its own beside an engine's, or two engines, and may call them from any thread
+ * (dc_comm_meet). A thread waits in one place: so of a circle that leads through more than one family only waits count
+ * that are of one thread of each process, the one that said so. */
 #include "deadlock.h"
 
 #include <pthread.h>
@@ -28,6 +32,8 @@
 
 /* Of all families of this process: the rings, and that their members stay mapped while they are walked. */
 static pthread_mutex_t deadlock_lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic uint64_t deadlock_meetings;  /* calls of dc_comm_meet */
+static _Thread_local uint64_t deadlock_met; /* the number of this thread's last one */
 DC__AT_FORK(deadlock_at_fork, DC__FORK_FAMILIES, &deadlock_lock, NULL)
 
 /* A wait of one rank: where, and for whom. */
@@ -37,13 +43,25 @@ typedef struct deadlock_edge {
   int from, to;
 } deadlock_edge;
 
-/* seat.waits: rank + 1; whether the wait is outside of c; above them a number that differs from wait to wait. */
-enum { WAITS_RANK_BITS = 15, WAITS_OUTSIDE = 1 << WAITS_RANK_BITS, WAITS_NUMBER = 2 * WAITS_OUTSIDE };
+/* seat.waits: rank + 1; whether the wait is outside of c; whether it is of the one thread; above them a number that
+ * differs from wait to wait. */
+enum {
+  WAITS_RANK_BITS = 15,
+  WAITS_OUTSIDE = 1 << WAITS_RANK_BITS,
+  WAITS_ONE_THREAD = 2 * WAITS_OUTSIDE,
+  WAITS_NUMBER = 4 * WAITS_OUTSIDE
+};
 _Static_assert(DC_COMM_MAX_RANKS < WAITS_OUTSIDE, "a rank fits");
+
+/* Whether this is the one thread: that which called dc_comm_meet last. */
+static bool deadlock_is_one_thread(void) {
+  return deadlock_met && deadlock_met == atomic_load_explicit(&deadlock_meetings, memory_order_relaxed);
+}
 
 static void deadlock_show(dc_comm *c, int rank, bool outside) {
   dc__seat *own = &c->h->seat[c->rank];
-  const uint32_t whom = (uint32_t)(rank + 1) | (outside ? WAITS_OUTSIDE : 0);
+  const uint32_t whom = (uint32_t)(rank + 1) | (outside ? WAITS_OUTSIDE : 0) |
+                        (deadlock_is_one_thread() ? WAITS_ONE_THREAD : 0);
   /* relaxed: written by this process alone, and looked at by others */
   atomic_fetch_add_explicit(&own->looks, 1, memory_order_relaxed);
   if (atomic_load_explicit(&own->waits, memory_order_relaxed) % WAITS_NUMBER == whom) return;
@@ -76,14 +94,14 @@ void dc__deadlock_forget_outside(dc_comm *c) {
     atomic_compare_exchange_strong_explicit(waits, &shown, 0, memory_order_release, memory_order_relaxed);
 }
 
-/* For whom `rank` waits, in any communicator of the family. */
+/* For whom `rank` waits, in any communicator of c's family, or by its one thread in another that it meets. */
 static bool deadlock_next(dc_comm *c, int rank, deadlock_edge *e) {
   dc_comm *k = c;
   do {
     dc__seat *seat = &k->h->seat[rank];
     const uint32_t shown = atomic_load_explicit(&seat->waits, memory_order_acquire);
     const int to = (int)(shown % WAITS_OUTSIDE) - 1;
-    if (to >= 0 && to < c->size) {
+    if (to >= 0 && to < c->size && (k->kin == c->kin || shown & WAITS_ONE_THREAD)) {
       const uint32_t looks = atomic_load_explicit(&seat->looks, memory_order_relaxed);
       *e = (deadlock_edge){.c = k, .shown = shown, .looks = looks, .from = rank, .to = to};
       return true;
@@ -97,13 +115,16 @@ static bool deadlock_next(dc_comm *c, int rank, deadlock_edge *e) {
  * circle. */
 static int deadlock_follow(dc_comm *c, deadlock_edge edge[], uint64_t *mark) {
   int n = 0, at = c->rank;
+  bool mixed = false, one_thread = true;
   *mark = 0;
   do {
     if (n == c->size || !deadlock_next(c, at, &edge[n])) return 0;
+    mixed |= edge[n].c->kin != c->kin;
+    one_thread &= (edge[n].shown & WAITS_ONE_THREAD) != 0;
     *mark = (*mark ^ edge[n].shown ^ (uint64_t)(uintptr_t)edge[n].c) * 0x9e3779b97f4a7c15u;
     at = edge[n++].to;
   } while (at != c->rank);
-  return n;
+  return mixed && !one_thread ? 0 : n;
 }
 
 /* Each of its ranks has found since the circle was first seen that it still waits. */
@@ -129,9 +150,9 @@ static int deadlock_break(dc_comm *c, const deadlock_edge edge[], int n) {
     text_add(&t, " of group %s and waits for ", edge[i].c->label);
     text_add_rank(&t, c, edge[i].to);
   }
-  text_add(&t,
-           ". All ranks must make the same calls in the same order. Does one rank alone save or load a checkpoint, or "
-           "skip a step?");
+  text_add(
+      &t, ". All ranks must make the same calls in the same order. Does one rank alone save or load a checkpoint, skip "
+          "a step, or call torch.distributed?");
   for (int i = 0; i < n; i++)
     if (edge[i].c != c) dc__break(edge[i].c, DC_E_MISMATCH, "%s", t.s);
   return dc__break(c, DC_E_MISMATCH, "%s", t.s);
@@ -164,7 +185,7 @@ void dc__deadlock_leave(dc_comm *c) {
   pthread_mutex_unlock(&deadlock_lock);
 }
 
-int dc_comm_relate(dc_comm *c, dc_comm *to) {
+static int deadlock_join(dc_comm *c, dc_comm *to, bool kin) {
   if (!c || !to) return DC_FAIL(DC_E_INVALID, "a communicator is NULL");
   if (c->fork_mark != dc__fork_mark() || to->fork_mark != dc__fork_mark())
     return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process", c->label);
@@ -179,6 +200,26 @@ int dc_comm_relate(dc_comm *c, dc_comm *to) {
     c->family = to->family;
     to->family = next;
   }
+  const uint64_t of_c = c->kin;
+  k = c;
+  do {
+    if (kin && k->kin == of_c) k->kin = to->kin;
+    k = k->family;
+  } while (k != c);
   pthread_mutex_unlock(&deadlock_lock);
   return DC_OK;
+}
+
+int dc_comm_relate(dc_comm *c, dc_comm *to) { return deadlock_join(c, to, true); }
+
+int dc_comm_meet(dc_comm *c, dc_comm *to) {
+  DC_TRY(deadlock_join(c, to, false));
+  deadlock_met = 1 + atomic_fetch_add_explicit(&deadlock_meetings, 1, memory_order_relaxed);
+  return DC_OK;
+}
+
+void dc__deadlock_enter(dc_comm *c) {
+  static _Atomic uint64_t number;
+  c->family = c;
+  c->kin = 1 + atomic_fetch_add(&number, 1);
 }

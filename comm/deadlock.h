@@ -14,6 +14,8 @@ bool dc__deadlock_is_served(void);
 void dc__deadlock_forget(dc_comm *c);
 /* The one outside of c is; beside any call in c, which needs not be entered. */
 void dc__deadlock_forget_outside(dc_comm *c);
+/* c is a family of its own, when it is opened. */
+void dc__deadlock_enter(dc_comm *c);
 /* c leaves its family; before its arena goes. */
 void dc__deadlock_leave(dc_comm *c);
 

@@ -136,7 +136,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   c->timeout_ns = k->timeout_ms * 1000000;
   c->look_ns = dc__now_ns();
   c->fork_mark = dc__fork_mark();
-  c->family = c;
+  dc__deadlock_enter(c);
   snprintf(c->label, sizeof c->label, "%s", k->label);
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
     c->pidfd[r] = -1;

@@ -743,18 +743,18 @@ TEST(Mismatch, IsToldBeforeTheLastRankArrives) {
   }));
 }
 
-// Three ranks with two groups each; what `body` is given is related, or not.
-static std::vector<Outcome> run_families(bool related,
+// Three ranks with two groups each; what `body` is given is joined by `join`, if that is there.
+static std::vector<Outcome> run_families(int (*join)(dc_comm *c, dc_comm *to),
                                          const std::function<std::string(int rank, dc_comm *a, dc_comm *b)> &body) {
   std::string address[2] = {fresh_address(), fresh_address()};
   return run_ranks(3, [&](int rank) -> std::string {
     dc_comm *c[2];
     for (int i = 0; i < 2; i++) {
-      dc_comm_config k = config_of(address[i].c_str(), rank, 3, 2, 4096, related ? 60000 : 3000);
+      dc_comm_config k = config_of(address[i].c_str(), rank, 3, 2, 4096, join ? 60000 : 3000);
       k.label = i ? "engine1/buckets" : "engine1/control";
       FINE(dc_comm_open(&k, &c[i]));
       FINE(dc_comm_set_caller(c[i], rank ? "train.py:31" : "train.py:50"));
-      if (related && i) FINE(dc_comm_relate(c[1], c[0]));
+      if (join && i) FINE(join(c[1], c[0]));
       FINE(dc_barrier(c[i], 0));
     }
     std::string said = body(rank, c[0], c[1]);
@@ -765,23 +765,24 @@ static std::vector<Outcome> run_families(bool related,
 }
 
 TEST(Deadlock, RanksThatWaitInDifferentGroupsAreToldOnAllOfThem) {
-  for (int alone = 0; alone < 3; alone += 2) {
-    expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
-      float x = 0;
-      if (rank == alone) WANT_STATUS(DC_E_MISMATCH, dc_barrier(a, 0));
-      else WANT_STATUS(DC_E_MISMATCH, dc_all_reduce(b, &x, &x, 1, DC_F32, DC_RED_SUM, 0));
-      WANT_TEXT("ranks wait for each other in different groups");
-      WANT_TEXT("is in barrier() [call 2 at train.py:");
-      WANT_TEXT("of group engine1/control and waits for rank");
-      WANT_TEXT("is in all_reduce(fp32, count 1, sum) [call 2 at train.py:");
-      WANT_TEXT("of group engine1/buckets and waits for rank");
-      return "";
-    }));
+  for (int alone = 0; alone < 4; alone++) {
+    expect_all_fine(
+        run_families(alone % 2 ? dc_comm_meet : dc_comm_relate, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+          float x = 0;
+          if (rank == alone / 2 * 2) WANT_STATUS(DC_E_MISMATCH, dc_barrier(a, 0));
+          else WANT_STATUS(DC_E_MISMATCH, dc_all_reduce(b, &x, &x, 1, DC_F32, DC_RED_SUM, 0));
+          WANT_TEXT("ranks wait for each other in different groups");
+          WANT_TEXT("is in barrier() [call 2 at train.py:");
+          WANT_TEXT("of group engine1/control and waits for rank");
+          WANT_TEXT("is in all_reduce(fp32, count 1, sum) [call 2 at train.py:");
+          WANT_TEXT("of group engine1/buckets and waits for rank");
+          return "";
+        }));
   }
 }
 
 TEST(Deadlock, RanksThatAreOnlyLateAreWaitedFor) {
-  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+  expect_all_fine(run_families(dc_comm_relate, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     for (int i = 0; i < 2; i++) {
       if (rank == i) nap_ms(2500); // longer than a circle may stand
       FINE(dc_barrier(i % 2 ? a : b, 0));
@@ -790,9 +791,26 @@ TEST(Deadlock, RanksThatAreOnlyLateAreWaitedFor) {
   }));
 }
 
+// What one thread of a rank waits for may come from its other one, where families only meet.
+TEST(Deadlock, OtherThreadsWaitInGroupsThatMeet) {
+  expect_all_fine(run_families(dc_comm_meet, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+    int at_a = -1, at_b = -1;
+    std::thread other([&] {
+      if (rank != 1) nap_ms(5000); // longer than a circle may stand
+      at_a = dc_barrier(a, 0);
+    });
+    if (rank == 1) nap_ms(5000);
+    at_b = dc_barrier(b, 0);
+    other.join();
+    FINE(at_b);
+    FINE(at_a);
+    return "";
+  }));
+}
+
 // Who tests whether a step is whole does something else meanwhile: it waits for nobody, itself included.
 TEST(Deadlock, WhoOnlyTestsDoesNotWait) {
-  expect_all_fine(run_families(true, [&](int rank, dc_comm *, dc_comm *b) -> std::string {
+  expect_all_fine(run_families(dc_comm_relate, [&](int rank, dc_comm *, dc_comm *b) -> std::string {
     for (int late = 0; late < 3; late += 2) {
       dc_call call;
       memset(&call, 0, sizeof call);
@@ -812,7 +830,7 @@ TEST(Deadlock, WhoOnlyTestsDoesNotWait) {
 // A stopped rank (by a debugger, a freezer) shows the wait that it was in, which may be over by now: its peers wait for
 // what it does when it goes on.
 TEST(Deadlock, AStoppedRankWaitsForNobody) {
-  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+  expect_all_fine(run_families(dc_comm_relate, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     int32_t pid[3], own = getpid();
     FINE(dc_all_gather(b, &own, pid, 1, DC_I32, 0));
     if (rank == 0) {
@@ -842,7 +860,7 @@ TEST(Deadlock, AStoppedRankWaitsForNobody) {
 
 // The end of a wait outside of a group is told also while another thread is in a call there.
 TEST(Deadlock, AWaitOutsideEndsBesideACall) {
-  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+  expect_all_fine(run_families(dc_comm_relate, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     if (rank == 0) {
       int rc = DC_OK;
       FINE(dc_comm_waits(a, 1, "to open a group"));
@@ -860,7 +878,7 @@ TEST(Deadlock, AWaitOutsideEndsBesideACall) {
 }
 
 TEST(Deadlock, OfGroupsThatAreNotRelatedIsATimeout) {
-  expect_all_fine(run_families(false, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+  expect_all_fine(run_families(nullptr, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     WANT_STATUS(DC_E_TIMEOUT, dc_barrier(rank ? a : b, 0));
     while (!dc_comm_error(a)[0] || !dc_comm_error(b)[0]) nap_ms(1); // who still waits must not see others leave
     return "";
@@ -998,6 +1016,8 @@ TEST(Deadlock, RelatingWhatCanNotBeRelatedIsRefused) {
     FINE(dc_comm_open(&t, &turned));
     WANT_STATUS(DC_E_INVALID, dc_comm_relate(c, turned));
     WANT_STATUS(DC_E_INVALID, dc_comm_relate(c, nullptr));
+    WANT_STATUS(DC_E_INVALID, dc_comm_meet(c, turned));
+    WANT_STATUS(DC_E_INVALID, dc_comm_meet(nullptr, c));
     FINE(dc_comm_relate(c, c));
     FINE(dc_comm_close(turned));
     FINE(dc_barrier(c, 0));

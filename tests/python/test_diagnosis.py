@@ -401,6 +401,11 @@ def _skip_a_step(engine, rank, folder):
         engine.step()
 
 
+def _meet_on_one(engine, rank, folder):
+    if rank == 0:
+        dist.barrier()
+
+
 def leave_a_call_out(rank, world, mistake, stage, folder):
     """What `mistake` raises, and the training after it."""
     import deepc
@@ -430,13 +435,14 @@ def leave_a_call_out(rank, world, mistake, stage, folder):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("mistake", [_save_on_one, _skip_a_step])
+@pytest.mark.parametrize("mistake", [_save_on_one, _skip_a_step, _meet_on_one])
 def test_a_rank_that_leaves_a_call_out_is_told_on_every_rank(mistake, stage, tmp_path):
     for text in run_ranks(leave_a_call_out, 2, args=(mistake, stage, str(tmp_path))):
         assert "ranks wait for each other in different groups" in text, text
-        assert re.search(r"rank 0 is in .*of group engine\d+/control and waits for rank 1", text), text
+        where = "default_pg" if mistake is _meet_on_one else r"engine\d+/control"
+        assert re.search(rf"rank 0 is in .*of group {where} and waits for rank 1", text), text
         assert re.search(r"rank 1 is in .*of group engine\d+/buckets and waits for rank 0", text), text
-        assert "Does one rank alone save or load a checkpoint, or skip a step?" in text
+        assert "Does one rank alone save or load a checkpoint, skip a step, or call torch.distributed?" in text
 
 
 def open_an_engine_alone(rank, world, peer):

@@ -457,12 +457,16 @@ def _default_comms() -> list[Comm | Hierarchy]:
 
 
 def make_one(groups: Iterable[Group], comms: Iterable[Comm | Hierarchy]) -> None:
-    """These groups, what they open later, these communicators and the default group are of one model (`depend`)."""
+    """These groups, what they open later, these communicators and the default group are of one model (`depend`). A rank
+    of this thread that waits in the default group, of a script's own calls, while others wait in these is told."""
     of_nodes = _in_nodes(groups)
     everything = [*(c for g in of_nodes for c in g.comms()), *(c.node for c in (*comms, *_default_comms()))]
     depend(everything)
     for group in of_nodes:
         group.belong(everything)
+        for world in _default_comms():
+            if world.node is world and group.names == list(range(world.size)):
+                group.comms()[0].meet(world.node)
 
 
 def end_with(

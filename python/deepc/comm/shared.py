@@ -202,6 +202,11 @@ class Comm:
         wait for each other in different ones get MismatchError (dc_comm_relate)."""
         call("dc_comm_relate", self.handle, to.handle)
 
+    def meet(self, to: Comm) -> None:
+        """This (with what is related to it) and `to`, of the same ranks, are called by the calling thread, and maybe by
+        others: ranks whose training threads wait for each other in both get MismatchError (dc_comm_meet)."""
+        call("dc_comm_meet", self.handle, to.handle)
+
     def depend(self, on: Comm) -> None:
         """This and `on` are groups of one model: a wait here also ends with the error that breaks `on`, or soon after a
         rank of it has died (dc_comm_depend). Of a closed one: nothing."""

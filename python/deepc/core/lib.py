@@ -549,6 +549,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_comm_waits": (c_int, c_void_p, c_int, c_char_p),
     "dc_comm_thread_serves": (None, c_void_p),
     "dc_comm_relate": (c_int, c_void_p, c_void_p),
+    "dc_comm_meet": (c_int, c_void_p, c_void_p),
     "dc_comm_depend": (c_int, c_void_p, c_void_p),
     "dc_comm_fail": (c_int, c_void_p, c_int, c_char_p),
     "dc_comm_rank": (c_int, c_void_p),
