@@ -507,7 +507,7 @@ def test_buffers_of_any_layout_and_complex_ones(world, tmp_path):
     assert all(run_quietly(_odd, world, str(tmp_path)))
 
 
-def _kept(rank, world, streamed):
+def _as_they_are(rank, world, streamed):
     """What is no float of 16 bits or more keeps its dtype whatever the model computes in, with rank 0's values."""
     import deepc
 
@@ -534,7 +534,7 @@ def _kept(rank, world, streamed):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_codes_and_complex_numbers_are_not_cast(streamed):
-    assert all(run_ranks(_kept, 2, args=(streamed,), env={"DEEPC_STREAMED": str(int(streamed))}))
+    assert all(run_ranks(_as_they_are, 2, args=(streamed,), env={"DEEPC_STREAMED": str(int(streamed))}))
 
 
 def _old(rank, world, folder):

@@ -172,6 +172,7 @@ class GradientHooks:
             self._close_at_end()
         if self._refused is not None:
             p.grad = None  # else the next backward would add to it
+            self._queued = False  # none of its gradients has stayed: what others have left is whole
             raise self._refused
 
     def _put_aside(self) -> None:

@@ -110,7 +110,7 @@ class FlopsProfiler:
         self._gpus: set[torch.device] = set()  # that the model computes on: the current one may be another
         if count:  # the first operator under a mode has torch import its compiler: seconds, which no forward shall show
             with _Counter([]):
-                torch.empty(0)
+                torch.empty(0, dtype=torch.float32, device="cpu")
 
     # ---- recording ---------------------------------------------------------------------------------------------------
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
