@@ -295,6 +295,7 @@ def name_adam(engine: EngineBase) -> None:
     base.__class__ = named.get(type(base), type(base))
     if isinstance(base, OnebitLamb):
         base.leave_out_empty()
+        engine.optimizer.take_groups()
 
 
 def show_as_client(engine: EngineBase) -> None:

@@ -165,6 +165,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_optimizer(base, stage, allow_untested)
         self._refuse_hooks()
         self._hook_tables()
+        self.take_groups()
+
+    def take_groups(self) -> None:
+        """The param groups are as they are to stay."""
         self._groups, self._laid_out = self.param_groups, self._sizes()
 
     def _refuse_hooks(self) -> None:
