@@ -477,6 +477,7 @@ def unwritable(rank, folder):
                 engine.step()
             done = engine.global_steps
             engine.destroy()
+            dist.barrier()  # the other one writes as well
     finally:
         log.removeHandler(handler)
     return done, [s for s in said if "can't be written" in s], sorted(os.listdir(folder))

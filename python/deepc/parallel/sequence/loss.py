@@ -45,5 +45,6 @@ def cross_entropy(
     total = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=ignore_index, reduction="sum")
     count = (labels != ignore_index).sum()
     if items is not None:  # each rank brings its part of them
-        count = torch.as_tensor(items, dtype=torch.float64, device=count.device).reshape(()) / dist.get_world_size(group)
+        whole = torch.as_tensor(items, dtype=torch.float64, device=count.device).reshape(())
+        count = whole / dist.get_world_size(group)
     return mean_over_ranks(total, count, group)
