@@ -202,6 +202,7 @@ def test_figures_of_many_values_are_exact_or_say_what_they_are_of():
     assert blocks.means(10) == (16, [7.5 + 16 * i for i in range(6)] + [pytest.approx(89.5)])
 
 
+@pytest.mark.full  # counting memory is slow
 def test_a_long_run_takes_no_more_memory_or_page_than_a_shorter_one(tmp_path):
     def seen(steps: int) -> tuple[Run, int]:
         """And the bytes that were taken at most."""
