@@ -161,29 +161,30 @@ struct dc_comm {
   int64_t all_done; /* steps that every rank is known to have done */
   int64_t seq;      /* calls, for messages */
   int64_t look_ns;  /* when we last looked after the peers */
-  struct dc_comm *family; /* the next of a ring of those that dc_comm_relate and dc_comm_meet joined; itself if alone */
-  uint64_t kin; /* the same number for those of dc_comm_relate; deadlock.c's own, as all of these */
-  uint32_t waits; /* the number of the wait that our seat showed last */
+  /* deadlock.c's own, up to alive_ns */
+  struct dc_comm *family; /* the next of a ring of those that were joined; itself if there is none */
+  uint64_t kin;           /* the same number for those of dc_comm_relate */
+  uint32_t waits;         /* the number of the wait that our seat showed last */
   bool waits_shown;
-  uint64_t circle; /* of waits that the last look saw, since when it stands, and the looks of its ranks then */
+  uint64_t circle;        /* of waits that the last look saw, since when it stands, and the looks of its ranks then */
   int64_t circle_ns;
   uint32_t circle_looks[DC_COMM_MAX_RANKS];
   _Atomic int64_t alive_ns; /* when all that dc__is_dead() does not tell were last seen alive, for coll_direct.c */
-  struct p2p *p2p; /* of the messages, with where their seats lie */
+  struct p2p *p2p;  /* of the messages, with where their seats lie */
   struct p2p_seat *messages;
   int flight_group; /* flight.c's index of this group */
-  bool unshown; /* the call in progress is not in the flight record yet */
-  uint64_t flight; /* its row */
-  uint64_t id; /* of the group, the same on all its ranks and no other group's (dc__flight_id of the address) */
-  dc_call call; /* the call in progress, for messages */
+  bool unshown;     /* the call in progress is not in the flight record yet */
+  uint64_t flight;  /* its row */
+  uint64_t id;      /* of the group, the same on all its ranks and no other group's (dc__flight_id of the address) */
+  dc_call call;     /* the call in progress, for messages */
   dc_segment *segment[DC__SEGMENTS]; /* segment.c's own */
-  dc_segment *pinned[DC__SEGMENTS]; /* what the call in progress uses of them */
-  uint64_t pins; /* which those are */
-  int segments; /* made so far: the same on all ranks */
-  char *scratch; /* of direct calls, see coll_direct.c; NULL before the first */
-  _Atomic uint64_t scratch_taken; /* bit i: a thread uses part i */
-  bool single_copy; /* all ranks may read and write each other's memory through the kernel */
-  uint8_t forced[DC__CALL_OPS]; /* row + 1 of the algorithm table that DEEPC_ALGO forces */
+  dc_segment *pinned[DC__SEGMENTS];  /* what the call in progress uses of them */
+  uint64_t pins;                     /* which those are */
+  int segments;                      /* made so far: the same on all ranks */
+  char *scratch;                     /* of direct calls, see coll_direct.c; NULL before the first */
+  _Atomic uint64_t scratch_taken;    /* bit i: a thread uses part i */
+  bool single_copy;                  /* all ranks may read and write each other's memory through the kernel */
+  uint8_t forced[DC__CALL_OPS];      /* row + 1 of the algorithm table that DEEPC_ALGO forces */
   dc__choice choice[DC__CALL_OPS];
   dc__trial trial[DC__CALL_OPS][DC__CLASSES];
 };

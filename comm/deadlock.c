@@ -200,12 +200,12 @@ static int deadlock_join(dc_comm *c, dc_comm *to, bool kin) {
     c->family = to->family;
     to->family = next;
   }
-  const uint64_t of_c = c->kin;
-  k = c;
-  do {
-    if (kin && k->kin == of_c) k->kin = to->kin;
-    k = k->family;
-  } while (k != c);
+  if (kin) {
+    const uint64_t of_c = c->kin;
+    c->kin = to->kin;
+    for (k = c->family; k != c; k = k->family)
+      if (k->kin == of_c) k->kin = to->kin;
+  }
   pthread_mutex_unlock(&deadlock_lock);
   return DC_OK;
 }

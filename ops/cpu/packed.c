@@ -141,8 +141,8 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
   } else {
     p = rule_step(l.of, &c->other, p, g, m);
   }
-  const vf all = l.of.rule == DC_RULE_LION ? v_add(p, *m)
-                                           : p; /* a NaN in p is one where a state of the others is one */
+  /* Where a state is a NaN, p is one; not so Lion's. */
+  const vf all = l.of.rule == DC_RULE_LION ? v_add(p, *m) : p;
   if (l.mends) {
     *bad = v_fma(p, v_set1(0.0f), *bad);
   } else if (DC_UNLIKELY(v_any_nan(all))) {

@@ -39,13 +39,11 @@ static const char *launch_advice(cudaError_t error) {
   case cudaErrorNoDevice:
     return "there is no usable GPU; install an NVIDIA driver of " OLDEST_DRIVER " or later, or use CPU tensors";
   case cudaErrorNoKernelImageForDevice:
-    return "deepc's kernels are for GPUs of sm_80 (Ampere) and later; use CPU tensors on an older one, or on a later "
-           "one "
-           "a build that was not made for another (CMAKE_CUDA_ARCHITECTURES)";
+    return "deepc's kernels are for GPUs of sm_80 (Ampere) and later; use CPU tensors on an older one, or on a "
+           "later one a build that was not made for another (CMAKE_CUDA_ARCHITECTURES)";
   case cudaErrorUnsupportedPtxVersion:
-    return "the driver is too old for this build's kernels on this GPU; install the newest NVIDIA driver, or build "
-           "deepc "
-           "for this GPU (CMAKE_CUDA_ARCHITECTURES)";
+    return "the driver is too old for this build's kernels on this GPU; install the newest NVIDIA driver, or "
+           "build deepc for this GPU (CMAKE_CUDA_ARCHITECTURES)";
   default: return "an earlier kernel on this device may be the cause; CUDA_LAUNCH_BLOCKING=1 shows which";
   }
 }

@@ -411,6 +411,14 @@ def swap(group: Group, row: torch.Tensor, counts: Sequence[Sequence[int]]) -> li
     return [rows[a, at : at + n] for a, (at, n) in enumerate(zip(starts, incoming))]
 
 
+def gather_texts(group: Group, text: str) -> list[str]:
+    """Each rank's text. Collective."""
+    mine = text.encode()
+    sizes = group.gather_all(torch.tensor([len(mine)], dtype=torch.int64, device="cpu")).view(-1).tolist()
+    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(group.gather_all(padded), sizes)]
+
+
 class _Watch:
     """Over the ranks that one waits for while it opens a group: whether they can still come, as far as the groups that
     it has with them tell. names: the group's ranks in the default group."""

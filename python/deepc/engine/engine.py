@@ -335,9 +335,8 @@ class Engine(EngineBase):
                 self.left_in_part(text, True)
             raise
         self.step_is_whole()
-        self._follow_scale(
-            overflow=False
-        )  # now: what is accumulated has the scale so far, and an update may be repeated
+        # Now: what is accumulated has the scale so far, and an update may be repeated.
+        self._follow_scale(overflow=False)
         return StepResult(True, "", None, norm)
 
     def _follow_scale(self, overflow: bool) -> None:

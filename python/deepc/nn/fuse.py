@@ -348,7 +348,7 @@ class _Rebuilt(_Fused):
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
         for name in cls._deepc_names:
-            if not _calls(module, name):
+            if not calls(module, name):
                 return f"its forward does not call {name} itself"
         return None
 
@@ -390,7 +390,7 @@ def _layers(function: Any) -> list[Any]:
     return found
 
 
-def _calls(module: nn.Module, name: str) -> bool:
+def calls(module: nn.Module, name: str) -> bool:
     layers = _layers(type(module).forward)
     return all(isinstance(f, types.FunctionType) for f in layers) and name in layers[-1].__code__.co_names
 
@@ -626,7 +626,7 @@ def _family(suffix: str, *families: str) -> Callable[[nn.Module], bool]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("transformers.models.") and _calls(module, "ALL_ATTENTION_FUNCTIONS")
+    return type(module).__module__.startswith("transformers.models.") and calls(module, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _is_gelu(approximate: str, *names: str) -> Callable[[nn.Module], bool]:

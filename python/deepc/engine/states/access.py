@@ -511,15 +511,20 @@ def consolidated_state_dict(
     whole = module_state_dict(engine, exclude_frozen_parameters, engine.everyone.rank == 0)
     if engine.everyone.rank != 0:
         return None
+    taken = _copier(engine.module) if copies else lambda t: t.detach().cpu()
+    return type(whole)((n, taken(t) if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
+
+
+def _copier(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives a tensor of the model's state_dict on the CPU, in memory that is neither the model's nor another
+    tensor's; tied ones are given one."""
     living = set()
-    for own in (*engine.module.parameters(), *engine.module.buffers()):
-        with contextlib.suppress(ReleasedParameterError):  # its values in `whole` are a copy
+    for own in (*module.parameters(), *module.buffers()):
+        with contextlib.suppress(ReleasedParameterError):  # its values in the state_dict are a copy
             living.add(own.untyped_storage().data_ptr())
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def on_cpu(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor) or not copies:
-            return t.detach().cpu() if isinstance(t, torch.Tensor) else t
+    def copied(t: torch.Tensor) -> torch.Tensor:
         key = (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
         if key not in made:
             found, storage = t.detach().cpu(), t.untyped_storage()
@@ -527,7 +532,7 @@ def consolidated_state_dict(
             made[key] = found.clone() if shares and found.data_ptr() == t.data_ptr() else found
         return made[key]
 
-    return type(whole)((n, on_cpu(t)) for n, t in whole.items())
+    return copied
 
 
 def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], strict: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...comm.groups import gather_texts
 from ...parallel.expert.spread import gather_experts, name_among_all
 from ...parallel.tensor.group import tensor_group, whole_state_dict
 
@@ -85,8 +86,5 @@ def _own(engine: EngineBase, out: dict[str, torch.Tensor], exclude_frozen_parame
 def _told(engine: EngineBase, mine: dict[str, torch.Tensor]) -> list[list[Told]]:
     """What each rank has to send. Collective."""
     rows = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()]
-    text = json.dumps(rows).encode()
-    sizes = engine.everyone.gather_all(torch.tensor([len(text)], device="cpu")).view(-1).tolist()
-    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
-    texts = [bytes(row[:n].tolist()) for row, n in zip(engine.everyone.gather_all(padded), sizes)]
+    texts = gather_texts(engine.everyone, json.dumps(rows))
     return [[Told(n, tuple(shape), getattr(torch, dtype)) for n, shape, dtype in json.loads(t)] for t in texts]

@@ -145,9 +145,8 @@ class Seen:
         self.rank_peak: float | None = None
         self.batch: dict[str, Any] | None = None  # the last of a pipeline
         self.resumed: set[int] = set()
-        self._between: dict[
-            int, float
-        ] = {}  # step -> seconds of the checkpoint before it, which is no part of its time
+        # Step -> seconds of the checkpoint before it, which is no part of its time.
+        self._between: dict[int, float] = {}
 
     def row(self, row: dict[str, Any]) -> None:
         step = row["step"]

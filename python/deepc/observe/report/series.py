@@ -158,17 +158,15 @@ class Quantiles:
 class Pace:
     """A figure of the steps whose first one is another matter: it counts where there are no more than two."""
 
-    __slots__ = ("first", "largest", "rest", "slowest")
+    __slots__ = ("first", "rest", "slowest")
 
     def __init__(self, first: float) -> None:
         self.first = first
         self.rest = Quantiles()
-        self.largest: list[float] = []  # of rest
         self.slowest: list[tuple[float, int]] = []  # the _SLOWEST largest with their steps, a heap
 
     def add(self, value: float, step: int) -> None:
         self.rest.add(value)
-        self.largest = [max(value, *self.largest)] if self.largest else [value]
         if len(self.slowest) < _SLOWEST:
             heapq.heappush(self.slowest, (value, -step))
         else:
@@ -180,7 +178,8 @@ class Pace:
         return statistics.median([self.first, *self.rest.values])
 
     def most(self) -> float:
-        return self.largest[0] if self.rest.count > 1 else max(self.first, *self.largest)
+        rest = [v for v, _ in self.slowest]
+        return max(rest) if self.rest.count > 1 else max([self.first, *rest])
 
     def above(self, value: float) -> tuple[int, list[int]]:
         """How many but the first are larger, and the steps of (the largest of) them, in order."""

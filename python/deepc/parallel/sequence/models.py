@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
-from ...nn.fuse import _calls
+from ...nn.fuse import calls
 from .attention import attend
 from .loss import cross_entropy
 
@@ -62,7 +62,7 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if (found := sum(_calls(m, "ALL_ATTENTION_FUNCTIONS") for m in model.modules())) < text.num_hidden_layers:
+    if (found := sum(calls(m, "ALL_ATTENTION_FUNCTIONS") for m in model.modules())) < text.num_hidden_layers:
         raise UnsupportedError(
             f"sequence parallelism: of the {text.num_hidden_layers} layers of {type(model).__name__} {found} have an"
             " attention whose implementation can be chosen; the others (an attention of their own, a state space, a"

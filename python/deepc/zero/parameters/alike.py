@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...comm.groups import gather_texts
 from ...errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -44,11 +45,7 @@ class Ranks:
 
     def difference(self, rows: Sequence[Row]) -> str:
         """The first row in which a rank differs from its first one, in words. Collective."""
-        text = json.dumps(rows).encode()
-        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-        sizes = self._everyone.gather_all(size).view(-1).tolist()
-        padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
-        texts = [bytes(t[:n]) for t, n in zip(self._everyone.gather_all(padded).tolist(), sizes)]
+        texts = gather_texts(self._everyone, json.dumps(rows))
         for rank, first in enumerate(self._firsts):
             if texts[rank] != texts[first]:
                 return _first_of(json.loads(texts[first]), json.loads(texts[rank]), first, rank)
