@@ -314,7 +314,7 @@ def _on_disk(rank, world, folder, stage, precision, form=None):
                     with pytest.raises(DiskFullError, match=rf"done in part.*rank {world - 1}: "):
                         disk.step()
         elif step == 2 and disk.plan.has_master:  # the masters
-            squares, limit = disk.optimizer._ratios.norms.squares, _full_disk()
+            squares, limit = disk.optimizer._elements.norms.squares, _full_disk()
 
             def after_the_norms(squares=squares, limit=limit):
                 found = squares()
@@ -322,12 +322,12 @@ def _on_disk(rank, world, folder, stage, precision, form=None):
                     limit.__enter__()
                 return found
 
-            disk.optimizer._ratios.norms.squares = after_the_norms
+            disk.optimizer._elements.norms.squares = after_the_norms
             with pytest.raises(DiskFullError, match="done in part"):
                 disk.step()
             if rank == world - 1:
                 limit.__exit__(None, None, None)
-            disk.optimizer._ratios.norms.squares = squares
+            disk.optimizer._elements.norms.squares = squares
         assert disk.step().applied
         found, wanted = _values(disk), _values(memory)
         assert all(torch.equal(v, wanted[n]) for n, v in found.items()), step

@@ -17,7 +17,7 @@ from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
 from ...parallel.expert.spread import name_among_all
 from ...zero.parameters.gathered import fill
-from ...zero.step.update import Like
+from ...zero.step.twin import Like
 from ...zero.tiers.windows import Window
 from ..base import say
 from .saving import (

@@ -111,7 +111,7 @@ class RatioUpdate:
                 a.trust = trust_ratio(*self._squares[part.segment.param], group)
 
     def update(self, grad_scale: float, counts: StepCounts) -> None:
-        """Collective, unless every rank has everything. DiskError: a call goes on there."""
+        """Collective, unless every rank has everything. DiskError: `finish` goes on there."""
         if self._passes.in_memory:
             self._squares = None
             self._scale(self._args, self._parts, grad_scale, counts)
@@ -122,6 +122,10 @@ class RatioUpdate:
         else:
             self._update_cells(grad_scale, counts)
         self.forget()
+
+    def finish(self, grad_scale: float, counts: StepCounts) -> None:
+        """The rest of an update that a disk broke off. Collective as `update`."""
+        self.update(grad_scale, counts)
 
     def _update_cells(self, grad_scale: float, counts: StepCounts) -> None:
         """Between the passes the ranks agree whether all of them have come so far."""
