@@ -7,7 +7,6 @@ Those that optim/rules.py names run in C, element by element (elements.py) or wi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,8 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._keeping = self._states_kept()
         self._state: ModelState  # from attach on
         self._counts = StepCounts()
-        # One of three steps a share: the core's that look at more than a shard (with states of their own), the core's
-        # others, torch's.
+        # One of these makes the steps: of the core's rules that look at more than a shard (and keep their states), of
+        # its others, of torch's optimizers.
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
         self._elements: ElementUpdate | RatioUpdate | None = None
         self._twin: TwinUpdate | None = None
@@ -417,11 +416,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._untouched = False
         self._counts.begin(self._left_out)
-        with self._unfinished_at(grad_scale):
+        try:
             if self._across is not None:
                 self._across.update(grad_scale, self._counts)
             elif self._elements is not None:
                 self._elements.update(grad_scale, self._counts)
+        except DiskError:
+            self._unfinished = grad_scale
+            raise
         self._send_rest()
 
     @torch.no_grad()
@@ -445,14 +447,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def unchanged(self) -> bool:
         """Whether an update that raised, and not for a disk, has left all as it was."""
         return self._untouched if self._twin is None else self._twin.unchanged
-
-    @contextlib.contextmanager
-    def _unfinished_at(self, grad_scale: float) -> Iterator[None]:
-        try:
-            yield
-        except DiskError:
-            self._unfinished = grad_scale
-            raise
 
     def _forget_rest(self) -> None:
         self._unfinished = None
