@@ -783,6 +783,54 @@ def test_the_ranks_of_a_node_count_and_no_others(nodes: str, tensor: int, refuse
         assert told[1:] == (refused, looked)
 
 
+def counted_on_nodes(rank: int, world: int, nodes: str, stage: int, folder: str):
+    """The plan's words, run.json, and what a run is told that has room for one rank's states and a half."""
+    asked = {**config(stage, micro=4), "deepc": {"log": {"format": "none"}, "run_dir": folder}}
+    with placed(rank, nodes):
+        engine = deepc.initialize(model=make_model(width=128, layers=4), config=asked, sample_batch=make_batch(0, 4))[0]
+        plan, told = engine.plan, engine.memory_plan.to_dict()
+        engine.destroy()
+        room = int(1.5 * plan.bytes["rank_total"])
+        refused = memory_runs.refusal(room, model=make_model(width=128, layers=4), config=config(stage, micro=4))
+    return dict(plan.bytes), plan.describe(), told, refused
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nodes_with_different_numbers_of_ranks_are_what_they_are(stage: int, tmp_path: Path) -> None:
+    """Every rank was a node: one that lacks room for its two ranks' states took them, and run.json told of 3 nodes."""
+    (taken, _, _, alone), *pair = run_ranks(counted_on_nodes, 3, args=("011", stage, str(tmp_path)))
+    assert alone.startswith(("rank 1: the plan needs", "rank 2: the plan needs"))
+    assert taken["node_total"] == taken["rank_total"]
+    for taken, words, told, refused in pair:
+        assert taken["node_total"] == 2 * taken["rank_total"]
+        assert "3 ranks (2 on this node)" in words and "(2 ranks;" in words
+        assert (told["world"], told["nodes"], told["ranks_per_node"]) == (3, 2, 2)
+        assert told["node_peak"] == sum(other["rank_peak"] for _, _, other, _ in pair)
+        assert refused.startswith(f"the plan needs {taken['node_total'] / GIB:.2f} GiB on this node")
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["ranks"], run["nodes"], run["ranks_per_node"]) == (3, 2, 1)
+    assert (run["predicted"]["nodes"], run["predicted"]["ranks_per_node"]) == (2, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_advice_knows_that_ranks_of_uneven_nodes_share_no_memory(stage: int) -> None:
+    meta = (ParamMeta("base", (7_000_000, 1000), "float32", None), ParamMeta("lora", (40_000, 1000), "float32", 0))
+
+    def planned_as(stage: int, **more: dict) -> Plan:
+        raw = {"train_batch_size": 3, "zero_optimization": {"stage": stage}, **more}
+        machine = Machine(transport="c10d", uneven="node a has ranks 0, 1; node b has rank 2", ranks_here=2)
+        mesh = Mesh(dp=3, ranks_per_node=1)
+        return derive(Config.load(raw, world_size=3, device_type="cpu"), meta, mesh, machine)
+
+    half = {"bf16": {"enabled": True}}
+    for more in ({}, half):
+        said = options_by_counts(planned_as(stage), int(1.01 * planned_as(3, **more).bytes["node_total"]))[0]
+        with_, gib = re.fullmatch(r"zero_optimization.stage 3( with bf16.enabled)? \((.*) GiB\)", said).groups()
+        it_is = planned_as(3, **(half if with_ else {})).bytes["node_total"]
+        assert float(gib) == pytest.approx(it_is / GIB, abs=0.02) and bool(with_) == bool(more)
+    assert "use 2 nodes like this one" in by_nodes(planned_as(stage), 40 * GIB)
+
+
 @pytest.mark.full
 def test_initialize_predicts_what_checkpoints_import_and_measures_a_ranks_own_memory() -> None:
     """The compiler's 65 MB, which a dry run that imports them before it counts does not see; and parameters under

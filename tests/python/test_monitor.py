@@ -708,7 +708,7 @@ def tied_figure(rank, world, folder=None):
     engine.train_batch(iter([(tokens, tokens)]))
     engine.monitor._averaged()
     engine.destroy()
-    assert asked == [(2, 1, 2)]  # ranks on the node, nodes, ranks: of all stages, whose FLOPs they have
+    assert asked == [((2,),)]  # ranks on the node: of all stages, whose FLOPs they have
     return per_token
 
 
@@ -747,9 +747,9 @@ def test_peaks(monkeypatch):
     before = torch.random.get_rng_state()
     assert counts.measured_peak(torch.float32, torch.device("cpu"), 0.001) > 1e8
     assert torch.equal(before, torch.random.get_rng_state())  # a run stays what it is
-    assert counts.job_peak(torch.float32, torch.device("cpu"), 4, 2, 8, lambda *_: 10.0) <= 80.0
+    assert counts.job_peak(torch.float32, torch.device("cpu"), (4, 4), lambda *_: 10.0) <= 80.0
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that nobody knows")
-    assert counts.job_peak(torch.bfloat16, torch.device("cuda", 0), 1, 1, 4, lambda *_: 10.0) == 40.0
+    assert counts.job_peak(torch.bfloat16, torch.device("cuda", 0), (1,) * 4, lambda *_: 10.0) == 40.0
 
 
 def test_the_peak_is_measured_once_and_only_for_a_line_that_is_shown(monkeypatch):

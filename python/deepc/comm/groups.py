@@ -26,7 +26,7 @@ from ..errors import CommError, UnsupportedError
 from ..plan.plan import CONTROL_SLOT_BYTES
 from .failures import is_closed, meaning, shortened, translated
 from .internode.link import Link
-from .place import Places, discover
+from .place import Places, Topology, discover
 
 if TYPE_CHECKING:
     from .internode.hierarchy import Hierarchy
@@ -41,7 +41,13 @@ class _OneNode:
 
     nodes, node = 1, 0
     rank: int
+    world: int
     uneven = ""  # why this is no MultiNodeGroup, if that is because the nodes have different numbers of ranks
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks of the group on each node."""
+        return (self.world,)
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -243,6 +249,10 @@ class MultiNodeGroup:
             self.inside.close()
             raise
 
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        return (self.ranks_per_node,) * self.nodes
+
     def part_of(self, rank: int) -> int:
         return self._parts[rank]
 
@@ -322,7 +332,7 @@ class MultiNodeGroup:
 
 class TorchGroup(_OneNode):
     """Ranks on several nodes or GPUs, over torch.distributed's default group, or a group of `ranks` of it (then made
-    collectively by these). ranks: None for all. node: this rank's, of CPUs."""
+    collectively by these). ranks: None for all. places: where they lie, of CPUs."""
 
     transport: Literal["c10d"] = "c10d"
 
@@ -332,12 +342,15 @@ class TorchGroup(_OneNode):
         uneven: str = "",
         ranks: Sequence[int] | None = None,
         timeout: datetime.timedelta | None = None,
-        node: int = 0,
+        places: Topology | None = None,
     ) -> None:
-        self.device, self.uneven, self.ranks, self.node = device, uneven, ranks, node
+        self.device, self.uneven, self.ranks = device, uneven, ranks
         self._group = None if ranks is None else new_group(ranks, timeout=timeout)
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self.ranks_per_node, self.local_rank, self.leader = 1, 0, True
+        self.ranks_per_node, self.local_rank, self.leader = 1, 0, True  # each shares memory with itself alone
+        self._node_sizes = (1,) * self.world
+        if places is not None:
+            self.node, self._node_sizes = places.node_of[self.rank], tuple(map(len, places.nodes))
         self.before: Callable[[], None] = lambda: (
             None
         )  # called before every collective of the group (streamed.py: ranks may be at different gathers)
@@ -351,6 +364,10 @@ class TorchGroup(_OneNode):
         self.before()
         with self._errors("a broadcast"):
             dist.broadcast(tensor, group=self._group, group_src=root)
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        return self._node_sizes
 
     def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         return translated(f"{what} of the engine", self.rank, self.world)
@@ -573,4 +590,4 @@ def open_group(
             f"an engine of ranks {list(ranks)} of {dist.get_world_size()} needs nodes with equally many of them:"
             f" {uneven}"
         )
-    return TorchGroup(device, uneven, ranks, timeout, places.node_of[rank])
+    return TorchGroup(device, uneven, ranks, timeout, places)

@@ -54,17 +54,25 @@ class Place(Protocol):
     @property
     def uneven(self) -> str: ...
 
+    @property
+    def node(self) -> int: ...
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]: ...
+
 
 @dataclass(frozen=True)
 class Machine:
     """Facts about where the ranks run. device: "cpu", "cuda:1". transport: what their group found ("local", "node",
     "nodes", "c10d"); "": what follows from device and mesh. uneven: why nodes with different numbers of ranks make one
-    group, in words, or "". streamed: stage 3 streams its parameters though the ranks share memory (DEEPC_STREAMED)."""
+    group, in words, or "". streamed: stage 3 streams its parameters though the ranks share memory (DEEPC_STREAMED).
+    ranks_here: those of the group on this node; 0: as many as on every other, the mesh says how many."""
 
     device: str = "cpu"
     transport: str = ""
     uneven: str = ""
     streamed: bool = False
+    ranks_here: int = 0
 
     @property
     def kind(self) -> str:
@@ -74,8 +82,10 @@ class Machine:
     @classmethod
     def here(cls, device: object, group: Place | None = None) -> Machine:
         """This machine, with what the environment says. group: the ranks', if they are there already."""
-        transport, uneven = (group.transport, group.uneven) if group is not None else ("", "")
-        return cls(str(device), transport, uneven, env.switch("DEEPC_STREAMED"))
+        streamed = env.switch("DEEPC_STREAMED")
+        if group is None:
+            return cls(str(device), streamed=streamed)
+        return cls(str(device), group.transport, group.uneven, streamed, group.node_sizes[group.node])
 
 
 def transport_of(device: str, mesh: Mesh) -> str:
@@ -137,6 +147,7 @@ def derive(
     mode = "private" if stage < 3 else "streamed" if is_streamed(config, mesh, machine) else "resident"
     sharded = mode == "streamed" and transport == "c10d"
     part = rank if part is None else part
+    ranks_here = machine.ranks_here or mesh.ranks_per_node
 
     rows = tuple(meta)
     # The flat order is the reverse of registration, which is about the order in which backward makes gradients.
@@ -180,7 +191,7 @@ def derive(
         shard=layout.shard_elems,
         frozen=frozen,
         world=mesh.dp,
-        ranks_per_node=mesh.ranks_per_node,
+        ranks_per_node=ranks_here,
         slots=SLOTS if transport in ("node", "nodes") else 0,
         bucket_elems=layout.bucket_elems,
         stage=stage,
@@ -200,7 +211,7 @@ def derive(
     sizes = {n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}
     sizes["disk"], sizes["disk_buffers"] = (disk.disk_bytes, disk.buffer_bytes) if disk is not None else (0, 0)
     sizes["rank_total"] += sizes["disk_buffers"]
-    sizes["node_total"] += sizes["disk_buffers"] * mesh.ranks_per_node
+    sizes["node_total"] += sizes["disk_buffers"] * ranks_here
     sizes["params_disk"] = sizes["grads_disk"] = 0
     parameters_on = zero.offload_param.nvme_path or "" if zero.offload_param.device == "nvme" else ""
     # Of a GPU run they come to the host's memory, and stay there.
@@ -212,11 +223,12 @@ def derive(
     if gradients_on:
         sizes["grads_disk"], sizes["grads_private"] = sizes["grads_private"], 0
         sizes["rank_total"] -= sizes["grads_disk"]
-        sizes["node_total"] -= sizes["grads_disk"] * mesh.ranks_per_node
+        sizes["node_total"] -= sizes["grads_disk"] * ranks_here
     return Plan(
         stage=stage,
         mesh=mesh,
         rank=rank,
+        ranks_per_node=ranks_here,
         device=machine.device,
         dtype=kind,
         transport=transport,

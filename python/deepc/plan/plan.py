@@ -87,6 +87,7 @@ class Plan:
     stage: int
     mesh: Mesh
     rank: int
+    ranks_per_node: int  # of this node; nodes may have different numbers
     device: str
     dtype: DType  # of the parameters that the model computes with
     # "local" (one rank), "node" (shared memory), "nodes" (CPU nodes) or "c10d" (torch.distributed: GPUs, uneven nodes)
@@ -127,10 +128,6 @@ class Plan:
     def world(self) -> int:
         """Data-parallel ranks, over which states are partitioned."""
         return self.mesh.dp
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.mesh.ranks_per_node
 
     @property
     def device_type(self) -> str:

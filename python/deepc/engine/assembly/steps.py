@@ -478,18 +478,20 @@ def predict_memory(
     if engine.device.type == "cpu":
         memory.keep_heap()  # before the prediction, which follows what the heap does
         memory.trim_heap()  # what an earlier engine's steps left free is available
-    groups = engine.everyone.ranks_per_node // engine.plan.ranks_per_node if engine.parts is not None else 1
+    everyone = engine.everyone
+    ranks_here = everyone.node_sizes[everyone.node]
+    groups = -(-ranks_here // engine.plan.ranks_per_node) if engine.parts is not None else 1
     failure: Exception | None = None
     try:
-        refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
+        refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), groups)
     except OutOfMemoryError as exc:
         failure = exc
     if engine.device.type == "cpu":  # elsewhere none refuses
         # None allocates before all have looked: what it takes would not be available to those that look later.
-        together(engine.everyone, failure)
+        together(everyone, failure)
     if given.sample_batch is None or engine._config.deepc.memory_plan == "states":
         return
-    staged, stage = None, engine.mesh.coordinates(engine.everyone.rank).pp
+    staged, stage = None, engine.mesh.coordinates(everyone.rank).pp
     if engine.part is not None:
         from ...parallel.simulate.stages import on_paper
 
@@ -510,7 +512,7 @@ def predict_memory(
         engine._config,
         named,
         group_of,
-        engine.everyone,
+        everyone,
         given.sample_batch,
         given.loss_fn,
         engine.group.leader,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -250,17 +250,15 @@ def measured_once(dtype: torch.dtype, device: torch.device) -> float:
 def job_peak(
     dtype: torch.dtype,
     device: torch.device,
-    ranks_per_node: int,
-    nodes: int,
-    ranks: int,
+    node_sizes: Sequence[int],
     measure: Callable[..., float] = measured_once,
 ) -> float:
-    """FLOP/s of all `ranks` together: a GPU by its name, else a measurement of this rank times the ranks that have
-    cores of their own."""
+    """FLOP/s of all ranks together, of which there are so many on each node: a GPU by its name, else a measurement of
+    this rank times the ranks that have cores of their own."""
     if device.type == "cuda":
         peak = known_peak(torch.cuda.get_device_name(device), dtype) or measure(dtype, device)
-        return peak * ranks  # whose nodes a group of GPUs does not tell
+        return peak * sum(node_sizes)
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     bound = cores <= threads  # to cores of its own, as the other ranks are
-    at_once = ranks_per_node if bound else min(float(ranks_per_node), max(1.0, cores / threads))
-    return measure(dtype, device) * at_once * nodes
+    at_once = sum(n if bound else min(float(n), max(1.0, cores / threads)) for n in node_sizes)
+    return measure(dtype, device) * at_once

@@ -450,9 +450,8 @@ class Meter(Listener):
     def _averaged(self) -> dict[str, Any]:
         """The last step, with rates, times and waits over the steps since the last line."""
         if self._peak is None and self._now.get("tflops"):
-            engine, together = self._engine, self._engine.everyone.ranks_per_node
-            nodes = self._world // together
-            self._peak = counts.job_peak(engine.dtype, engine.device, together, nodes, self._world)
+            engine = self._engine
+            self._peak = counts.job_peak(engine.dtype, engine.device, engine.everyone.node_sizes)
         sums, record = self._sums, {**self._now, **self._ahead()}
         record.update(sums.rates(self._peak))
         if self._own:

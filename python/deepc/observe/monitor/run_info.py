@@ -52,8 +52,8 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
         "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",
         "host": socket.gethostname(),
         "ranks": everyone.world,
-        "nodes": everyone.world // everyone.ranks_per_node,
-        "ranks_per_node": everyone.ranks_per_node,
+        "nodes": len(everyone.node_sizes),
+        "ranks_per_node": everyone.node_sizes[everyone.node],
         "device": plan.device,
         "threads": torch.get_num_threads(),
         "model": {

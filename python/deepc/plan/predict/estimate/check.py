@@ -105,9 +105,6 @@ def _of_pipeline(e: MemoryEstimate, ranks: Sequence[_Told], here: Sequence[_Told
     others = Row("of other stages on this node", shared=shared - e.shared)
     return changed(
         e,
-        world=len(ranks),
-        ranks_per_node=len(here),
-        nodes=len({r.node for r in ranks}),
         known=all(r.known for r in ranks),
         stages=tuple(max(r.private for r in ranks if r.stage == s) for s in range(1 + max(r.stage for r in ranks))),
         rows=(*e.rows, *([others] if others.shared > 0 else [])),
@@ -174,7 +171,14 @@ def check_plan(
     ]
     nodes = [[r for r in rows if r.node == n] for n in dict.fromkeys(r.node for r in rows)]
     mine = [r for r in rows if r.node == group.node]
-    e = changed(e, node_peak=sum(r.private + r.shared for r in mine), available=min(r.available for r in mine))
+    e = changed(
+        e,
+        world=len(rows),
+        ranks_per_node=len(mine),
+        nodes=len(nodes),
+        node_peak=sum(r.private + r.shared for r in mine),
+        available=min(r.available for r in mine),
+    )
     if staged is not None:
         e = _of_pipeline(e, rows, mine)
     if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):

@@ -103,18 +103,22 @@ def _try(
     return None
 
 
-def _need(plan: Plan, stage: int, dtype: str, nodes: int) -> int:
-    """Bytes of model states of this node, at that stage in that precision. Frozen parameters have no gradients, moments
-    and masters, and are whole where the model is."""
+def _need(plan: Plan, stage: int, dtype: str, nodes: int | None = None) -> int:
+    """Bytes of model states of this node, at that stage in that precision. nodes: so many like it; None: those that
+    there are. Frozen parameters have no gradients, moments and masters, and are whole where the model is."""
     trained = sum(p.numel for p in plan.params if p.index is not None)
     frozen = sum(padded(p.numel) for p in plan.params if p.index is None)
     keep = plan.frozen_elems != frozen  # some have their bytes whatever the precision (layout.keep_bytes)
     size = plan.dtype.itemsize if keep else {"fp32": 4, "bf16": 2}[dtype]
+    ranks, frozen_bytes = plan.ranks_per_node, plan.frozen_elems * size
+    if nodes is None and plan.transport == "c10d":  # nodes with different numbers of ranks, which share no memory
+        private, whole = model_states_bytes(trained, stage=stage, nodes=plan.world, dtype=dtype)
+        return ranks * (private + (whole + frozen_bytes) // (plan.world if stage == 3 else 1))
     private, shared = model_states_bytes(
-        trained, stage=stage, ranks_per_node=plan.ranks_per_node, nodes=nodes, dtype=dtype
+        trained, stage=stage, ranks_per_node=ranks, nodes=nodes or plan.nodes, dtype=dtype
     )
-    copies = 1 if stage == 3 else plan.ranks_per_node
-    return private * plan.ranks_per_node + shared + plan.frozen_elems * size * copies + plan.bytes["staging_shared"]
+    copies = 1 if stage == 3 else ranks
+    return private * ranks + shared + frozen_bytes * copies + plan.bytes["staging_shared"]
 
 
 def options_by_counts(plan: Plan, have: int) -> list[str]:
@@ -124,7 +128,7 @@ def options_by_counts(plan: Plan, have: int) -> list[str]:
     out = []
     for dtype in dict.fromkeys((kind, "bf16")):
         for stage in range(plan.stage, 4):
-            need = _need(plan, stage, dtype, plan.nodes)
+            need = _need(plan, stage, dtype)
             if (dtype, stage) != (kind, plan.stage) and need <= have and need < plan.bytes["node_total"]:
                 out.append(
                     f"zero_optimization.stage {stage}{' with bf16.enabled' if dtype != kind else ''} ({need / GIB:.2f}"
@@ -139,7 +143,7 @@ def by_nodes(plan: Plan, have: int) -> str:
     kinds = ("bf16",) if plan.dtype.itemsize < 4 else ("fp32", "bf16")
 
     is_least = plan.stage == 3 and plan.dtype.itemsize < 4
-    least = plan.bytes["node_total"] if is_least else _need(plan, 3, kinds[-1], plan.nodes)
+    least = plan.bytes["node_total"] if is_least else _need(plan, 3, kinds[-1])
     out = f"the least is zero_optimization.stage 3 in {kinds[-1]}, {least / GIB:.2f} GiB: free or add {(least - have) / GIB:.2f} GiB"  # noqa: E501
     for nodes in range(plan.nodes + 1, 1025):
         kind = next((k for k in kinds if _need(plan, 3, k, nodes) <= have), None)
