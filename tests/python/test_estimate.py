@@ -21,7 +21,15 @@ import torch._dynamo
 import torch._subclasses.fake_tensor
 from deepc import memory
 from deepc.config import Config
-from deepc.errors import ArgumentError, ConfigError, DeepcError, DiskFullError, OutOfMemoryError, UnsupportedError
+from deepc.errors import (
+    ArgumentError,
+    CommError,
+    ConfigError,
+    DeepcError,
+    DiskFullError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from deepc.optim.scaling import LossScaleError
 from deepc.parallel.simulate.stages import _Live
 from deepc.plan.derive import Machine, ParamMeta, derive
@@ -766,21 +774,38 @@ def on_nodes(rank: int, world: int, nodes: str, tensor: int):
         for_this_job(memory, "available", lambda: int(1.5 * told.rank_peak))
         try:
             deepc.initialize(model=Pair(), config=asked, sample_batch=sample)[0].destroy()
-            refused = False
-        except OutOfMemoryError:
-            refused = True
+            refused = ""
+        except OutOfMemoryError as exc:
+            refused = str(exc)
     return told.node_peak / told.rank_peak, refused, looked
 
 
 @pytest.mark.parametrize(
-    "nodes, tensor, refused, looked", [("011", 1, True, []), ("01", 2, False, []), ("0011", 2, True, [(2, 2)])]
+    "nodes, tensor, first, looked", [("011", 1, 1, []), ("01", 2, None, []), ("0011", 2, 0, [(2, 2)])]
 )
-def test_the_ranks_of_a_node_count_and_no_others(nodes: str, tensor: int, refused: bool, looked: list) -> None:
+def test_the_ranks_of_a_node_count_and_no_others(nodes: str, tensor: int, first: int | None, looked: list) -> None:
     """Those of all nodes did, where these have different numbers of ranks. What is proposed was for so many ranks on a
-    node as share a model, wherever these are."""
-    for rank, told in enumerate(run_ranks(on_nodes, len(nodes), args=(nodes, tensor))):
+    node as share a model, wherever these are; and each rank looked for it. first: the rank that says that its node has
+    too little, if one has."""
+    found = run_ranks(on_nodes, len(nodes), args=(nodes, tensor))
+    for rank, told in enumerate(found):
         assert told[0] == pytest.approx(nodes.count(nodes[rank]), abs=0.5)  # with what is shared
-        assert told[1:] == (refused, looked)
+        assert told[1:] == (found[0][1], looked if rank == first else [])
+        assert told[1] == "" if first is None else told[1].startswith(f"rank {first}: the run needs ")
+
+
+def broken_advice(rank: int, world: int) -> None:
+    from deepc.engine.assembly import steps
+
+    for_this_job(steps, "refuse_if_too_big", lambda *_: None)  # states fit
+    for_this_job(memory, "available", lambda: 1 << 20)
+    for_this_job(check, "options_of", lambda *_: 1 / 0)
+    with pytest.raises(CommError if rank else ZeroDivisionError):
+        deepc.initialize(model=Pair(), config=config(1, micro=4), sample_batch=torch.ones(4, 8))
+
+
+def test_nobody_waits_for_advice_that_does_not_come() -> None:
+    run_ranks(broken_advice, 2)
 
 
 def counted_on_nodes(rank: int, world: int, nodes: str, stage: int, folder: str):

@@ -75,6 +75,12 @@ class Ranks(Protocol):
     def node(self) -> int:
         """This rank's node."""
 
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """`tensor` becomes rank `root`'s. Collective."""
+
     def gather_all(self, mine: torch.Tensor) -> torch.Tensor:
         """[ranks, n] of every rank's [n]. Collective."""
 
@@ -127,10 +133,10 @@ def check_plan(
     staged: Callable[[Any], dryrun.Staged] | None = None,
     experts: int = 1,
 ) -> MemoryEstimate:
-    """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of
-    a node if it does not fit there. counts_shared: this rank is the first on its node of those that hold the same part
-    of the model, and share memory. stage: of a pipeline, whose micro-batches go through this rank as staged(a batch)
-    says. experts: ranks that share them. Collective."""
+    """For the engine, before it allocates: the prediction for its plan, refused with the same OutOfMemoryError on every
+    rank if it does not fit on some node. counts_shared: this rank is the first on its node of those that hold the same
+    part of the model, and share memory. stage: of a pipeline, whose micro-batches go through this rank as staged(a
+    batch) says. experts: ranks that share them. Collective."""
     import torch
 
     from .. import dryrun
@@ -181,12 +187,28 @@ def check_plan(
     )
     if staged is not None:
         e = _of_pipeline(e, rows, mine)
-    if all(sum(r.private + r.shared for r in node) <= min(r.available for r in node) for node in nodes):
+    full = [n for n in nodes if sum(r.private + r.shared for r in n) > min(r.available for r in n)]
+    if not full:
         return e
-    even = all(len(n) == len(mine) for n in nodes)  # of others an estimate does not know
-    asked = sample_batch is not None and not failure and staged is None and even
-    if asked:
-        ranks, divide = len(mine), _divided(experts)
-        case = Case(model, config, sample_batch, loss_fn, ranks, len(nodes), base, plan.device, 3, divide=divide)
-        e = changed(e, options=tuple(options_of(case, e, e.available or 0)))
-    raise OutOfMemoryError(refusal(e, asked))
+    first, said = rows.index(full[0][0]), ""
+    if group.rank == first:  # what would fit is worked out once: a dry run for each change
+        even = all(len(n) == len(mine) for n in nodes)  # of others an estimate does not know
+        asked = sample_batch is not None and not failure and staged is None and even
+        if asked:
+            ranks, divide = len(mine), _divided(experts)
+            case = Case(model, config, sample_batch, loss_fn, ranks, len(nodes), base, plan.device, 3, divide=divide)
+            e = changed(e, options=tuple(options_of(case, e, e.available or 0)))
+        said = f"rank {first}: " * (len(rows) > 1) + refusal(e, asked)
+    raise OutOfMemoryError(_told_by(group, first, said))
+
+
+def _told_by(group: Ranks, root: int, text: str) -> str:
+    """What rank `root` says. Collective."""
+    import torch
+
+    said = bytearray(text.encode())
+    size = torch.tensor([len(said)], dtype=torch.int64, device="cpu")
+    group.broadcast(size, root)
+    letters = torch.frombuffer(said.ljust(int(size)), dtype=torch.uint8)
+    group.broadcast(letters, root)
+    return bytes(letters.tolist()).decode()
