@@ -3,6 +3,7 @@ test_planner.cpp has the arithmetic."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import time
@@ -227,6 +228,77 @@ def test_parameters_are_those_of_the_transformers_model(kind):
         with torch.device("meta"):
             real = sum(p.numel() for p in auto.from_config(config).parameters())
         assert [model_of(whole).parameters, model_of(short).parameters] == [real, real], given
+
+
+class Fused(torch.autograd.Function):
+    """Attention that keeps what fused kernels do, and no scores."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        batch, heads, tokens, _ = q.shape
+        mixed = v.new_zeros(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, mixed)
+        return mixed
+
+
+class FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+
+def kept_for_backward(block: torch.nn.Module, x: torch.Tensor, turn: tuple[torch.Tensor, ...]) -> int:
+    """Elements of what autograd keeps of a block of attention, besides x, what turns it, and parameters."""
+    kept = {}
+
+    def see(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    known = {t.untyped_storage().data_ptr() for t in (x, *turn, *block.parameters())}
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+        out, _ = block(x, position_embeddings=turn if len(turn) > 1 else turn[0], attention_mask=None)
+    assert out.shape == x.shape
+    return sum(t.untyped_storage().nbytes() // t.element_size() for at, t in kept.items() if at not in known)
+
+
+@pytest.mark.parametrize("kind, narrow, value, fused", [
+    ("deepseek_v3", 24, 16, True), ("deepseek_v3", None, 40, True), ("deepseek_v3", 24, 16, False),
+    ("deepseek_v2", 24, 16, True),
+])  # fmt: skip
+def test_attention_over_a_latent_keeps_what_transformers_does(kind, narrow, value, fused, monkeypatch):
+    """Values had the width of keys, and latents took nothing."""
+    transformers = pytest.importorskip("transformers")
+    given = dict(_LATENT, model_type=kind, q_lora_rank=narrow, v_head_dim=value, first_k_dense_replace=3)
+    tokens, model = 8, case_of(cluster(CPU if not fused else A100), model_of(given, 8)).model
+    config = transformers.AutoConfig.for_model(**given)
+    config._attn_implementation = "eager"
+    modelling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = {"deepseek_v3": "DeepseekV3Attention", "deepseek_v2": "DeepseekV2Attention"}[kind]
+    block = getattr(modelling, name)(config, 0)
+    for norm in ("q_a_layernorm", "kv_a_layernorm"):
+        if getattr(block, norm, None) is not None:  # one operation, as a kernel is
+            monkeypatch.setattr(getattr(block, norm), "forward", FusedNorm.apply)
+    turned = torch.ones(1, tokens, 8)
+    turn = (turned, turned) if kind == "deepseek_v3" else (torch.polar(turned[..., :4], turned[..., :4]),)
+    attend = Fused.apply if fused else torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        modelling, "eager_attention_forward", lambda _, q, k, v, *a, **b: (attend(q, k, v).transpose(1, 2), None)
+    )
+    real = kept_for_backward(block, torch.randn(1, tokens, 64, requires_grad=True), turn)
+    row = model.rows()[1]
+    mlp, norms = tokens * 3 * model.inner, 4 * tokens * 64
+    assert row["saved"] + row["saved_whole"] - mlp - norms == real
+
+
+def test_values_narrower_than_keys_are_cheaper_to_mix_and_to_send():
+    given = dict(_LATENT, model_type="deepseek_v3", first_k_dense_replace=3, num_hidden_layers=1)
+    wide, slim = (model_of(dict(given, v_head_dim=v), 32) for v in (24, 8))
+    (_, a, _), (_, b, _) = wide.rows(), slim.rows()
+    assert a["sp_elems"] - b["sp_elems"] == 32 * 2 * 4 * 16
+    products = 2 * 32 * (a["params"] - b["params"])
+    assert a["flops"] - b["flops"] == products + 32 * 32 * 4 * 16
 
 
 def test_all_families_are_compared_with_transformers():

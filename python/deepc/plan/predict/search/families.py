@@ -317,6 +317,9 @@ def _latent(routed: int, shared: int, dense: int, top: int) -> Family:
             "attention": attention,
             "kv_heads": b.heads,
             "head_dim": turned + still,
+            "value_dim": value,
+            "value_base": still + value,  # the part of the keys that is not turned is copied beside what is
+            "latents": 2 * (narrow + keys) + turned,  # before their norms and behind
             "experts": experts,
             "top": c.number("num_experts_per_tok", default=top) if experts else 1,
             "inner": inner if experts else b.inner,

@@ -21,14 +21,17 @@ _LAYERS, _WIDTH = 1 << 17, 1 << 31  # more is a slip of the pen
 class Model:
     """A decoder or encoder of equal blocks. inner: width of the MLP (of one expert). gated: three matrices in it
     instead of two. experts: 0 for a dense model; each token goes through `top` of them. positions: of a learned
-    embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none. head_dim: of
-    one head; the heads may be wider or narrower than the model together.
+    embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none; score_elems:
+    kept of each (2.5 are 5 bytes in 16 bits, with dropout: arXiv:2205.05198, section 4). head_dim: of one head; the
+    heads may be wider or narrower than the model together.
 
     What is known of a family (families.py): rest: parameters of a block beside its matrices (None: Llama's norms where
     it is gated, GPT-2's biases and norms where not); before, after: those before the blocks beside the embeddings, and
-    behind them beside the head (None: a norm). attention: those of its matrices, if other than the sizes say. shared:
-    width of a network for all tokens beside the experts, which shared_gate weighs. dense: numbers of blocks without
-    experts; dense_inner: the width of their MLPs."""
+    behind them beside the head (None: a norm). attention: those of its matrices, if other than the sizes say.
+    value_dim: of a head's values, if other than head_dim; value_base: of what they are a view of, which is kept.
+    latents: elements of a token that attention keeps beside heads, on each tensor-parallel rank all. shared: width of a
+    network for all tokens beside the experts, which shared_gate weighs. dense: numbers of blocks without experts;
+    dense_inner: the width of their MLPs."""
 
     name: str
     layers: int
@@ -45,11 +48,15 @@ class Model:
     positions: int = 0
     causal: bool = True
     scores: bool = False
+    score_elems: float = 2.5
     head_dim: int = 0
     rest: int | None = None
     before: int = 0
     after: int | None = None
     attention: int = 0
+    value_dim: int = 0
+    value_base: int = 0
+    latents: int = 0
     shared: int = 0
     shared_gate: bool = False
     dense: tuple[int, ...] = ()
@@ -74,12 +81,16 @@ class Model:
             "experts",
             "positions",
             "head_dim",
+            "value_dim",
+            "value_base",
+            "latents",
             "shared",
             "dense_inner",
         ):
             if type(n := getattr(self, field)) is int and n > _WIDTH:
                 raise ArgumentError(f"model {self.name}: {field} = {n} must be at most {_WIDTH}")
-        for field in ("experts", "positions", "head_dim", "attention", "shared", "dense_inner"):
+        heads = ("head_dim", "value_dim", "value_base", "latents", "attention")
+        for field in ("experts", "positions", "shared", "dense_inner", *heads):
             if type(n := getattr(self, field)) is not int or n < 0:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 0")
         if (not self.head_dim and self.hidden % self.heads) or self.heads % self.kv_heads:
@@ -88,18 +99,27 @@ class Model:
                 f" not), or {self.kv_heads} heads of keys don't divide them"
             )
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+        object.__setattr__(self, "value_base", self.value_base or self.value_dim)
         if self.experts and self.top > self.experts:
             raise ArgumentError(f"model {self.name}: tokens go to {self.top} of {self.experts} experts")
 
     @property
     def queries(self) -> int:
-        """Width of queries, and of what attention mixes."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of keys, and of values."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        return self.kv_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Width of what attention mixes of values."""
+        return self.heads * self.value_dim
 
     @property
     def _attention(self) -> int:
@@ -133,14 +153,16 @@ class Model:
         return [self._embedding(), *blocks, self._head()]
 
     def _block(self, experts: int) -> dict[str, float]:
-        s, h, q, kv = self.seq, self.hidden, self.queries, self.keys
+        s, h = self.seq, self.hidden
+        qkv, mixed = self.queries + self.keys + self.values, self.mixed
         alone = self.inner if not self.experts else self.dense_inner  # of a block without experts
         # through how wide an MLP a token goes, and how many parameters are in what all tokens go through
         f, common = (self.top * self.inner + self.shared, self.shared) if experts else (alone, alone)
         rows = 1 + (self.top if experts else 1)
         wide = 3 if self.gated else 2
         scores = self.heads * s * s if self.scores else 0
-        products = 2 * s * (self._attention + self._mlp(f)) + (2 if self.causal and not scores else 4) * s * s * q
+        both = s * s * (self.queries + mixed)  # of queries and keys, of scores and values
+        products = 2 * s * (self._attention + self._mlp(f)) + (1 if self.causal and not scores else 2) * both
         gates = experts * h + (h if experts and self.shared_gate else 0)
         return {
             "params": self._attention + self._mlp(common) + self._rest + gates,
@@ -148,17 +170,17 @@ class Model:
             "flops": products + 2 * s * gates,
             # two norms read and write, two sums read twice and write: whole; attention moves heads, and the MLP's
             # activation: cut; scores are written, read and written by softmax and by dropout, read
-            "traffic_whole": 10 * s * h,
-            "traffic": s * (2 * (q + 2 * kv) + 2 * q + wide * f) + 6 * scores,
+            "traffic_whole": s * (10 * h + self.latents),
+            "traffic": s * (2 * (qkv + mixed) + wide * f) + 6 * scores,
             # inputs of both norms and of both first products; then queries, keys, values, the mixed values, and the
-            # MLP's inner elements before and after the activation; 5 bytes of each score in 16 bits
-            # (arXiv:2205.05198, section 4)
-            "saved_whole": 4 * s * h,
-            "saved": s * (2 * q + 2 * kv + wide * f) + 2.5 * scores,
+            # MLP's inner elements before and after the activation
+            "saved_whole": s * (4 * h + self.latents),
+            "saved": s * (qkv + self.kv_heads * (self.value_base - self.value_dim) + mixed + wide * f)
+            + self.score_elems * scores,
             "output": s * h,
             "tp_elems": rows * s * h,  # of experts, each token's rows
             "tp_calls": 2,
-            "sp_elems": s * (2 * q + 2 * kv),
+            "sp_elems": s * (qkv + mixed),
             "ep_elems": 2 * self.top * s * h if experts else 0,
             "calls": 20 + (12 if experts else 0),
             "block": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ....core import lib as _lib
@@ -242,6 +242,8 @@ def case_of(cluster: Cluster, model: Model, batch: int | None = None, precision:
     batch = 4 * cluster.ranks if batch is None else batch
     if type(batch) is not int or not 1 <= batch <= _BATCH:
         raise ArgumentError(f"batch {batch!r} must be a whole number from 1 to {_BATCH}: samples of a step")
+    if model.value_dim != model.head_dim and not cluster.on_devices:
+        model = replace(model, scores=True, score_elems=1.0)  # on CPUs torch has no fused attention for these
     return Case(cluster, model, batch, precision)
 
 
