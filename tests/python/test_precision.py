@@ -2,19 +2,87 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
+import types
+from collections.abc import Mapping
 
+import deepc
 import pytest
 import torch
 from deepc import precision
 from deepc.config import Config
 from deepc.core import cpu
+from deepc.engine.data import cast_floats
 from deepc.errors import ArgumentError, CheckpointError
 from deepc.precision import DynamicLossScaler, LossScaleError, StaticLossScaler
 
 
 def config(**sections) -> Config:
     return Config.load({"train_batch_size": 1, **sections}, world_size=1)
+
+
+class Reads(torch.nn.Module):
+    """Of a batch in one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, batch):
+        self.seen.append(batch)
+        values = batch["values"] if isinstance(batch, Mapping) else batch.values
+        return self.linear(values).float().square().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    values: torch.Tensor
+    ids: torch.Tensor
+    name: str = "first"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    values: torch.Tensor
+    ids: torch.Tensor
+
+
+def batches() -> list[object]:
+    fields = {"values": torch.randn(2, 4), "ids": torch.arange(2)}
+    transformers = pytest.importorskip("transformers")
+    names = [(n, torch.Tensor | None, None) for n in fields]
+    output = dataclasses.make_dataclass("Output", names, bases=(transformers.utils.ModelOutput,))
+    read_only = types.MappingProxyType(dict(fields))
+    made = [collections.OrderedDict(fields), collections.UserDict(fields), Batch(**fields), Slotted(**fields)]
+    return [transformers.BatchEncoding(fields), output(**fields), *made, read_only]
+
+
+def test_auto_cast_goes_into_any_mapping_and_dataclass() -> None:
+    """A BatchEncoding was passed on as it is, and a model's output became a dict."""
+    raw = {"train_batch_size": 2, "fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1.0}}
+    model = Reads()
+    engine = deepc.initialize(model=model, config=raw)[0]
+    try:
+        for batch in batches():
+            engine(batch)
+            seen = model.seen[-1]
+            got = {k: seen[k] if isinstance(seen, Mapping) else getattr(seen, k) for k in ("values", "ids")}
+            was = {k: batch[k] if isinstance(batch, Mapping) else getattr(batch, k) for k in ("values", "ids")}
+            assert got["values"].dtype == torch.float16 and torch.equal(got["values"], was["values"].half())
+            assert got["ids"] is was["ids"] and was["values"].dtype == torch.float32
+            assert type(seen) is (dict if isinstance(batch, types.MappingProxyType) else type(batch))
+    finally:
+        engine.destroy()
+
+
+def test_auto_cast_leaves_alone_what_has_nothing_to_cast() -> None:
+    """A cache that the model changes is the caller's."""
+    cache = collections.UserDict(length=torch.arange(2))
+    kept = Batch(torch.arange(2), torch.arange(2))
+    assert all(a is b for a, b in zip(cast_floats((cache, kept), torch.float16), (cache, kept)))
 
 
 # (arguments, sequence of overflows as 0 and 1, scale after each update), worked out by hand from the rules

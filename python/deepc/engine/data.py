@@ -4,8 +4,10 @@ saved), and the cast of inputs."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,13 +180,40 @@ def make_loader(
 
 @private.uncompiled
 def cast_floats(x: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in nested tuples, lists and dicts, cast."""
-    if isinstance(x, torch.Tensor) and x.is_floating_point():
-        return x.to(dtype)
+    """Floating-point tensors in nested tuples, lists, mappings and dataclasses, cast. A dataclass and a mapping that
+    can be changed (a tokenizer's BatchEncoding) keep their type, and are copied where something in them is cast;
+    another mapping becomes a dict."""
+    if isinstance(x, torch.Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(cast_floats(v, dtype) for v in x))
     if isinstance(x, (list, tuple)):
         return type(x)(cast_floats(v, dtype) for v in x)
-    if isinstance(x, dict):
+    if type(x) is dict:
         return {k: cast_floats(v, dtype) for k, v in x.items()}
+    if isinstance(x, Mapping):
+        return _with_items(x, {k: cast_floats(v, dtype) for k, v in x.items()})
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
+        return _with_fields(x, {n: cast_floats(getattr(x, n), dtype) for n in fields})
     return x
+
+
+def _with_items(x: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if all(items[k] is v for k, v in x.items()):
+        return x
+    if not isinstance(x, MutableMapping):
+        return items
+    like = copy.copy(x)
+    for k, v in items.items():
+        like[k] = v
+    return like
+
+
+def _with_fields(x: Any, fields: dict[str, Any]) -> Any:
+    if all(getattr(x, n) is v for n, v in fields.items()):
+        return x
+    like = copy.copy(x)
+    for n, v in fields.items():
+        object.__setattr__(like, n, v)  # a frozen one's too
+    return like
