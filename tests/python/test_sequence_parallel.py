@@ -118,17 +118,20 @@ def _model(kind):
         )
         return t.GPT2LMHeadModel(config)
     sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    if kind == "mixtral":
+        routed = dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5, sliding_window=None)
+        return t.MixtralForCausalLM(t.MixtralConfig(**sizes, **routed, intermediate_size=48, vocab_size=61))
     return t.LlamaForCausalLM(t.LlamaConfig(**sizes, intermediate_size=64, vocab_size=61, max_position_embeddings=64))
 
 
-def _batches(steps, samples, length):
+def _batches(steps, samples, length, padded=True):
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         ids = torch.randint(1, 61, (samples, length), generator=generator)
         labels, mask = ids.clone(), torch.ones_like(ids)
         for row in range(samples):  # so that ranks have other numbers of labels
             end = int(torch.randint(length // 2, length + 1, (), generator=generator))
-            labels[row, end:], mask[row, end:] = -100, 0
+            labels[row, end:], mask[row, end:] = -100, int(not padded)
         yield {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
@@ -150,7 +153,8 @@ def _trains(rank, world, kind, sp, stage, length):
         group = sequence_group(sp)
         share(model, group)
     engine, *_ = deepc.initialize(model=model, config=config)
-    data = [{k: v.chunk(dp)[rank // sp] for k, v in b.items()} for b in _batches(3, samples * dp, length)]
+    whole = _batches(3, samples * dp, length, padded=kind != "mixtral")
+    data = [{k: v.chunk(dp)[rank // sp] for k, v in b.items()} for b in whole]
     if sp > 1:
         data = Shards(data, group, causal=True)
     losses = []
@@ -184,6 +188,8 @@ def _check(kind, world, sp, stage, length=16):
     ("kind", "world", "sp", "stage", "length"),
     [
         ("llama", 2, 2, 3, 15),  # filled up
+        ("mixtral", 2, 2, 1, 16),  # its load-balance loss was of a rank's own positions
+        pytest.param("mixtral", 4, 2, 3, 16, marks=pytest.mark.full),
         pytest.param("gpt2", 4, 2, 2, 16, marks=pytest.mark.full),
         pytest.param("llama", 4, 4, 1, 16, marks=pytest.mark.full),
         pytest.param("llama", 3, 3, 0, 16, marks=pytest.mark.full),

@@ -24,6 +24,25 @@ class _Mean(torch.autograd.Function):
         return (gradient * ctx.scale).to(gradient.dtype), None, None
 
 
+class _Everyones(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.ranks, ctx.me = dist.get_world_size(group), dist.get_rank(group)
+        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(ctx.ranks)]
+        dist.all_gather(parts, mine.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.ranks)[ctx.me] * ctx.ranks, None
+
+
+def of_all_ranks(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """[n, ...] of each rank, equally many, as [ranks x n, ...] of all: for a loss that is no mean over tokens, and is
+    equal on every rank. Its gradient is that of ranks whose gradients are averaged (mean_over_ranks). Collective."""
+    return _Everyones.apply(rows, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def mean_over_ranks(total: torch.Tensor, count: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' `total` over that of all their `count` (tensors of one element): the mean over the tokens
     of whole sequences, equal on every rank, however many each has. Its gradient is that of ranks whose gradients are

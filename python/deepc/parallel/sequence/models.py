@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...nn.fuse import calls
 from .attention import attend
-from .loss import cross_entropy
+from .loss import cross_entropy, of_all_ranks
 
 _PREFIX = "deepc_ulysses_"  # of the names of attentions here
 _names = itertools.count()
@@ -33,7 +33,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     """A model of transformers (such as Llama, Mistral, Qwen2, GPT-2) so changed that each rank of `group` gives it its
     own positions (shard()): attention sees all of them, by the model's attention implementation so far ("sdpa",
     "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens (with
-    num_items_in_batch, of whole sequences and equal on all ranks, their sum over that). Returns the model; to be called
+    num_items_in_batch, of whole sequences and equal on all ranks, their sum over that); router_logits of a mixture of
+    experts, which its load-balance loss is made of, become those of all positions. Returns the model; to be called
     once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
     model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows, and for
     layers that mix positions otherwise (state spaces)."""
@@ -92,7 +93,15 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         part._attn_implementation = name
     model.loss_function = loss  # type: ignore[assignment]
     model.register_forward_pre_hook(_check, with_kwargs=True)
+    model.base_model.register_forward_hook(lambda _, __, out: _routed(out, group))
     return model
+
+
+def _routed(out: Any, group: Any) -> Any:
+    """The load-balance loss is of the experts' shares of all tokens: no mean of what it is for each rank's."""
+    if isinstance(found := getattr(out, "router_logits", None), tuple):
+        out.router_logits = tuple(of_all_ranks(t, group) for t in found)
+    return out
 
 
 def _check(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
