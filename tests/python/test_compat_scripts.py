@@ -448,3 +448,67 @@ def test_lightnings_deepspeed_strategy_trains_saves_and_resumes(stage, tmp_path)
     assert result["first"] + result["again"] == result["whole"]
     assert result["whole"][-1] < result["whole"][0]
     assert result["tested"] == pytest.approx(result["expected"], rel=1e-5)
+
+
+# ---- accelerate launch -----------------------------------------------------------------------------------------------
+_LAUNCH = ("launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "2")
+_PREPARES = """
+import sys
+import accelerate, deepspeed, torch
+accelerator = accelerate.Accelerator()
+model = torch.nn.Linear(4, 1)
+engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(engine(torch.ones(1, 4)).sum())
+optimizer.step()
+rank, size = accelerator.process_index, accelerator.num_processes
+print("rank", rank, "of", size, type(engine).__module__, engine.zero_optimization_stage(), sys.argv)
+"""
+
+
+@pytest.mark.full
+def test_accelerate_launch_starts_a_script_that_nobody_changed(tmp_path):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("needs accelerate")
+    (tmp_path / "train.py").write_text(_PREPARES)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
+    port = ("--main_process_port", "0")
+    done = run_python(
+        "-m", "deepc.integrations.accelerate", *_LAUNCH, *port, "train.py", "--x", "3", cwd=tmp_path, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        assert f"rank {rank} of 2 deepc.compat.runtime.engine 2 ['train.py', '--x', '3']" in done.stdout
+
+
+_PARSES = """
+import argparse, sys
+from accelerate.commands.launch import launch_command_parser
+from deepc.integrations.accelerate import under_the_name
+from deepc.errors import UnsupportedError
+start = under_the_name(lambda args: (args.training_script, args.training_script_args, args.module))
+for words in (["train.py", "--x", "3"], ["--module", "pkg.train"], ["--no_python", "train"],
+              ["--num_machines", "2", "train.py"],
+              ["--num_machines", "2", "--deepspeed_multinode_launcher", "standard", "train.py"]):
+    args = launch_command_parser().parse_args(["--num_machines", "1", *words])
+    try:
+        print(start(args))
+    except UnsupportedError as exc:
+        print("error:", exc)
+"""
+
+
+def test_accelerates_launcher_gets_what_starts_a_rank_under_the_name(tmp_path):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("needs accelerate")
+    from deepc.launch.mpi import RANK
+
+    done = run_python("-c", _PARSES, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    script, module, bare, hosts, each = done.stdout.splitlines()
+    assert script == str((RANK, ["script", "train.py", "--x", "3"], False))
+    assert module == str((RANK, ["module", "pkg.train"], False))
+    assert bare.startswith("error: --no_python") and "import deepc.compat.deepspeed" in bare
+    assert "deepspeed_multinode_launcher pdsh" in hosts and "deepc run --hostfile HOSTS --as-deepspeed" in hosts
+    assert each == str((RANK, ["script", "train.py"], False))

@@ -162,11 +162,19 @@ def test_lines_of_several_ranks_do_not_mix(tmp_path):
     assert sorted(err.splitlines()) == sorted(f"rank {r} warns {i}" for r in range(4) for i in range(300))
 
 
-def test_a_script_that_imports_deepspeed_is_told_how(capsys):
-    missing = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'deepspeed'"
+@pytest.mark.parametrize("missing", [
+    "ModuleNotFoundError: No module named 'deepspeed'",
+    "ImportError: DeepSpeed is not installed => run `pip install deepspeed` or build it from source.",
+    "importlib.metadata.PackageNotFoundError: No package metadata was found for The 'deepspeed>=0.9.3' distribution was"
+    " not found and is required by this application.",
+])  # fmt: skip
+def test_a_script_that_wants_deepspeed_is_told_how(missing, capsys):
+    """Accelerate and transformers say to install DeepSpeed."""
+    other = missing.lower().replace("deepspeed", "numpy")
+    missing, other = (f"Traceback (most recent call last):\n{said}" for said in (missing, other))
     runner.report([failure(0, 10.0, type="ModuleNotFoundError", traceback=missing)])
     assert "deepc run --as-deepspeed" in capsys.readouterr().err
-    runner.report([failure(0, 10.0, type="ModuleNotFoundError", traceback=missing.replace("deepspeed", "numpy"))])
+    runner.report([failure(0, 10.0, type="ModuleNotFoundError", traceback=other)])
     assert "--as-deepspeed" not in capsys.readouterr().err
 
 

@@ -60,6 +60,12 @@ class Failure:
         )
 
 
+# What Python, Accelerate and transformers say where it is not installed.
+_WANTS_DEEPSPEED = re.compile(
+    r"No module named 'deepspeed['.]|DeepSpeed is not installed|'deepspeed\S*' distribution was not found"
+)
+
+
 def first_failure(failures: list[Failure]) -> Failure:
     """The cause: the earliest that is not the consequence of another rank's failure."""
     return min(failures, key=lambda f: (f.is_consequence, f.time))
@@ -75,11 +81,11 @@ def report(failures: list[Failure], exit_code: int | None = None) -> int:
         text.append(f"Also failed, after it: rank {', '.join(map(str, others))}.")
     if first.traceback:
         text += ["", first.traceback.rstrip()]
-    if re.search(r"No module named 'deepspeed['.]", first.traceback):
+    if _WANTS_DEEPSPEED.search(first.traceback):
         text += [
             "",
             (
-                "The script imports DeepSpeed. `deepc run --as-deepspeed ...` runs it on deepc as it is; so does"
+                "The script asks for DeepSpeed. `deepc run --as-deepspeed ...` runs it on deepc as it is; so does"
                 " `import deepc.compat.deepspeed` as"
             ),
             "its first line.",
