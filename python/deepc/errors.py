@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class DeepcError(RuntimeError):
@@ -159,9 +159,10 @@ class DiskTimeoutError(DiskError, TimeoutError):
     Fix: wait again, for longer; a disk that does not answer at all shows in dmesg."""
 
 
-def did_you_mean(key: str, known: Iterable[str]) -> str:
+def did_you_mean(key: str, known: Iterable[str], second: Mapping[str, str] | None = None) -> str:
     """' Did you mean "..."?' with up to three of `known` that are spelled like `key`, or ''. A dotted name is also
-    looked for by its last part, and what its own section has of that goes before other sections'."""
+    looked for by its last part, and what its own section has of that goes before other sections'. second: second names
+    among `known`, each with the one to offer for it."""
     import difflib  # a message's need alone
 
     paths = list(known)
@@ -173,5 +174,6 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
     for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
         found += [p for p in leaves[leaf] if p not in found]
     section, dot, _ = key.rpartition(".")
-    found = ([f for f in found if f.rpartition(".")[0] == section] if dot else []) or list(dict.fromkeys(found))[:3]
+    found = ([f for f in found if f.rpartition(".")[0] == section] if dot else []) or found
+    found = list(dict.fromkeys((second or {}).get(f, f) for f in found))[:3]
     return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""

@@ -496,6 +496,30 @@ def test_unknown_keys_get_a_did_you_mean(raw, meant):
     assert (f'"{meant}"' in message.partition("Did you mean")[2]) if meant else "unknown key" in message
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("stage3_prefetch_bucket_siz", "stage3_prefetch_bucket_size"),
+        ("prefetch_bucket_siz", "stage3_prefetch_bucket_size"),
+        ("stage3_gather_fp16_weights_on_model_saves", "stage3_gather_16bit_weights_on_model_save"),
+        ("gather_16bit_weights_on_model_saves", "stage3_gather_16bit_weights_on_model_save"),
+    ],
+)
+def test_a_second_name_is_not_offered(given, meant):
+    """Aliases and deprecated names were, as if they were other keys."""
+    assert refused({"zero_optimization": {given: 1}}).endswith(f'Did you mean "zero_optimization.{meant}"?')
+
+
+def test_what_is_offered_is_documented():
+    second = ("cpu_ofload", "cpu_ofload_param", "cpu_offload_use_pin_memori")
+    said = " ".join(refused({"zero_optimization": {key: True}}).partition("Did you mean")[2] for key in second)
+    for new in ("offload_optimizer.device", "offload_param.device", "offload_optimizer.pin_memory"):
+        assert f'"zero_optimization.{new}"' in said
+    assert "cpu_offload" not in said
+    assert refused({"bfloat17": {"enabled": True}}).endswith('Did you mean "bf16"?')
+    assert refused({"aio": {"thread_counts": 1}}).endswith('Did you mean "aio.intra_op_parallelism"?')
+
+
 def test_a_keys_own_section_is_meant_before_others():
     assert refused({"zero_optimization": {"stag": 2}}).endswith('Did you mean "zero_optimization.stage"?')
     assert '"pipeline.stages"' in refused({"stag": 2})

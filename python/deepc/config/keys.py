@@ -1177,6 +1177,22 @@ TABLE: dict[str, Key] = {k.path: k for k in KEYS}
 RENAMED_SECTIONS = {"bfloat16": "bf16"}
 """Old names of whole sections."""
 
+OLD_NAMES = {
+    f"{section}.{old}": f"{section}.{new}"
+    for section, old, new in (
+        ("zero_optimization", "cpu_offload", "offload_optimizer.device"),
+        ("zero_optimization", "cpu_offload_param", "offload_param.device"),
+        ("zero_optimization", "cpu_offload_use_pin_memory", "offload_optimizer.pin_memory"),
+        (
+            "zero_optimization",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_gather_16bit_weights_on_model_save",
+        ),
+        ("aio", "thread_count", "intra_op_parallelism"),
+    )
+}
+"""Keys of the table that have another form now."""
+
 OPTIMIZER_PARAMS: dict[str, Key] = {
     k.path: k
     for k in (

@@ -20,6 +20,7 @@ from .keys import (
     IN_NODE,
     KEYS,
     LATER_OPTIMIZERS,
+    OLD_NAMES,
     OPTIMIZER_PARAMS,
     RENAMED_SECTIONS,
     TABLE,
@@ -256,16 +257,15 @@ class Loader:
 
     def _legacy(self) -> None:
         """Old names whose value goes to a new key."""
-        for old, new in (("cpu_offload", "offload_optimizer.device"), ("cpu_offload_param", "offload_param.device")):
-            old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
+        for leaf in ("cpu_offload", "cpu_offload_param"):
+            new = OLD_NAMES[old := f"zero_optimization.{leaf}"]
             if old in self.values and self.values[old] is not None:
                 if new in self.values or new in self.auto:
                     self.errors.append(
                         f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it."
                     )
                 self.values[new] = "cpu" if self.values[old] else "none"
-        old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
-        old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
+        new = OLD_NAMES[old := "zero_optimization.stage3_gather_fp16_weights_on_model_save"]
         if old in self.values:
             if new in self.values or new in self.auto:
                 self.errors.append(f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it.")

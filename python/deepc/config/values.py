@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import did_you_mean
-from .keys import ANY, KEYS, TABLE, Key
+from .keys import ANY, KEYS, OLD_NAMES, RENAMED_SECTIONS, TABLE, Key
 
 AUTO = "auto"
 
 _ALIASES = {f"{k.section}.{k.alias}": k.path for k in KEYS if k.alias}
+_SECOND = {**_ALIASES, **OLD_NAMES, **RENAMED_SECTIONS}
 _SECTIONS = {".".join(k.path.split(".")[:i]) for k in KEYS for i in range(1, k.path.count(".") + 1)}
 
 
 def suggest(key: str) -> str:
     """' Did you mean "..."?' of the table's keys, or ''."""
-    return did_you_mean(key, [*TABLE, *_ALIASES, *_SECTIONS])
+    return did_you_mean(key, [*TABLE, *_ALIASES, *RENAMED_SECTIONS, *_SECTIONS], _SECOND)
 
 
 def _auto_message(source: str, keys: Any) -> str:

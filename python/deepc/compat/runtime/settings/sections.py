@@ -79,7 +79,9 @@ class Section:
             elif name not in self.FIELDS:
                 raise ConfigError(
                     f"{type(self).__name__} has no field {key!r}."
-                    + did_you_mean(key, [*self.FIELDS, *names, *self.OLD])
+                    + did_you_mean(
+                        key, [*self.FIELDS, *names, *self.OLD], {**self.OLD, **{n: alias for alias, n in names.items()}}
+                    )
                 )
             elif value != "auto" or strict:
                 values[name] = value
