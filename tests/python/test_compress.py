@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from deepc import compress
 from deepc.compress import ErrorFeedback, Int4Blocks, Int8Blocks, OneBit, TopK
-from deepc.core.codecs import Plain
 from deepc.errors import ArgumentError
+from deepc.optim.codecs import Plain
 from ranks import run_ranks
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

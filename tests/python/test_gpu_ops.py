@@ -10,7 +10,7 @@ import math
 import deepc
 import pytest
 import torch
-from deepc.core.codecs import OneBit, TopK
+from deepc.optim.codecs import OneBit, TopK
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,9 @@ import deepc
 import pytest
 import torch
 from deepc.config import Config
-from deepc.core.codecs import Int4Blocks, Int8Blocks
 from deepc.core.dtypes import BFLOAT16, FLOAT32
 from deepc.errors import ArgumentError, ConfigError, UnsupportedError
+from deepc.optim.codecs import Int4Blocks, Int8Blocks
 from deepc.plan.derive import Machine, ParamMeta, derive, meta_of, transport_of
 from deepc.plan.mesh import Mesh
 from deepc.plan.plan import QUANTIZED, payload_bytes

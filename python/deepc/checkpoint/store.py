@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import ctypes
 import errno
 import json
@@ -51,6 +50,7 @@ from .files import (
     fsync_dir,
     is_size,
     parse_json,
+    replace_file,
     write_file,
     write_safetensors,
 )
@@ -298,19 +298,6 @@ def _read_bytes(path: str) -> bytes:
     return data
 
 
-def _replace_file(path: str, data: bytes, token: str) -> None:
-    """Puts a file in place in one instant, durable."""
-    tmp = f"{path}.tmp-{token}"
-    write_file(tmp, [data])
-    try:
-        os.replace(tmp, path)
-    except OSError as exc:
-        with contextlib.suppress(OSError):
-            os.unlink(tmp)
-        raise CheckpointError(f"can't put {path} in place: {exc.strerror}") from exc
-    fsync_dir(os.path.dirname(path))
-
-
 def _load_renameat2() -> Any:
     fn = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if fn is not None:
@@ -480,9 +467,7 @@ class CheckpointWriter:
         final = self._rename()
         if latest:
             line = f"{self.tag}\n"
-            _replace_file(
-                os.path.join(self.directory, LATEST), f"{line}crc32c {crc32c(line.encode()):08x}\n".encode(), self.token
-            )
+            replace_file(os.path.join(self.directory, LATEST), f"{line}crc32c {crc32c(line.encode()):08x}\n".encode())
         self._sweep()
         return final
 
@@ -946,7 +931,7 @@ def write_model(
             shard[name] = dense.cpu().resolve_conj().resolve_neg().contiguous()
             size, total = size + nbytes, total + nbytes
         flush()
-        return _place_model(directory, shards, total, token)
+        return _place_model(directory, shards, total)
     finally:
         for path, _ in shards:
             if os.path.exists(path):
@@ -967,7 +952,7 @@ def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return ties
 
 
-def _place_model(directory: str, shards: list[tuple[str, list[str]]], total: int, token: str) -> list[str]:
+def _place_model(directory: str, shards: list[tuple[str, list[str]]], total: int) -> list[str]:
     n = len(shards)
     names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for (path, _), name in zip(shards, names, strict=True):
@@ -977,7 +962,7 @@ def _place_model(directory: str, shards: list[tuple[str, list[str]]], total: int
     if n > 1:
         weight_map = {key: name for (_, keys), name in zip(shards, names, strict=True) for key in keys}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        _replace_file(os.path.join(directory, index), text.encode(), token)
+        replace_file(os.path.join(directory, index), text.encode())
     keep = {*names, index} if n > 1 else set(names)
     for entry in os.listdir(directory):
         if entry not in keep and (

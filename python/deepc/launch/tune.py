@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.tree import Config
+from ..core.files import atomic_write
 from ..errors import ArgumentError, DeepcError
 from ..plan.predict.search import planner
 from ..plan.predict.search import space as searched
@@ -187,9 +188,8 @@ class Tuning:
         """Kept on disk at once: whole, or as it was."""
         self.trials.append(trial)
         text = json.dumps({"key": self.key, "trials": [asdict(t) for t in self.trials]}, indent=1)
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(text + "\n", encoding="utf-8")
-        os.replace(fresh, self.file)
+        with atomic_write(self.file) as f:
+            f.write((text + "\n").encode())
 
     def run(
         self,

@@ -1,5 +1,5 @@
 """Compressed collectives: all_gather, reduce_scatter and all_reduce over any torch.distributed group that move payloads
-of a codec (core/codecs.py).
+of a codec (optim/codecs.py).
 
     codec = Int8Blocks()
     state = ErrorFeedback()                                        # one per tensor (or bucket) and call site
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from ...core.codecs import Codec, Int4Blocks, Int8Blocks, OneBit, TopK
 from ...errors import ArgumentError
+from ...optim.codecs import Codec, Int4Blocks, Int8Blocks, OneBit, TopK
 from ..internode.compressed import OneBitAllReduce
 
 __all__ = [

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from ...core.codecs import OneBit
 from ...errors import ArgumentError, MismatchError
+from ...optim.codecs import OneBit
 from ..failures import translated
 from ..groups import MultiNodeGroup, NodeGroup, SoloGroup, own_store
 from ..place import discover

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.codecs import Codec, Int4Blocks, Int8Blocks, Plain
 from ...core.ops import torch_dtype
+from ...optim.codecs import Codec, Int4Blocks, Int8Blocks, Plain
 from ...plan.plan import QUANTIZED, Plan
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.codecs import Plain
+from ...optim.codecs import Plain
 from ...optim.onebit.exchange import BLOCK, Spans, connect
 from ..groups import MultiNodeGroup, NodeGroup, SoloGroup
 from .compressed import CHUNK, OneBitAllReduce, OneBitColumn, carrier_of, grid_of, takes

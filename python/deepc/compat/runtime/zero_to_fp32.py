@@ -10,7 +10,6 @@ One tensor is read at a time. Files are read without pickle and checked against 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.files import fsync_dir
+from ...checkpoint.files import replace_file
 from ...checkpoint.store import CheckpointReader, read_latest, write_model
 from ...checkpoint.tool import parse_size
 from ...core import dtypes
+from ...core.files import atomic_write
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, CheckpointError
 
@@ -133,21 +133,12 @@ def write_pickled(path: str | os.PathLike[str], obj: Any) -> None:
     """torch.save to `path`, where it appears whole: what was there stays until then, also if the disk is full or the
     process is killed. CheckpointError if it can't be written."""
     path = os.fspath(path)
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}-{os.urandom(8).hex()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with atomic_write(path, durable=True) as file:
             torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_dir(folder or ".")
     except (OSError, RuntimeError) as exc:
         cause = exc.__context__ if isinstance(exc.__context__, OSError) else exc  # torch.save has words of its own
         raise CheckpointError(f"can't write {path}: {getattr(cause, 'strerror', None) or cause}") from exc
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
 
 
 def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limit: int) -> None:
@@ -173,7 +164,7 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
     if n > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {k: f for s, f in zip(shards, files) for k in s}}
         files.append("pytorch_model.bin.index.json")
-        (output_dir / files[-1]).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        replace_file(os.fspath(output_dir / files[-1]), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     for path in output_dir.iterdir():
         if path.name not in files and re.fullmatch(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?", path.name):
             path.unlink()

@@ -62,7 +62,7 @@ def machine_costs(budget_s: float, nodes: int) -> dict[str, float]:
     "flops" of matrix products in fp32 per second."""
     import torch
 
-    from ...core.codecs import OneBit
+    from ...optim.codecs import OneBit
     from .calibrate import median_s, product_flops, products
 
     n, codec = _elements(), OneBit()

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.files import atomic_write
 from . import line
 
 logger = logging.getLogger("deepc")
@@ -253,10 +254,9 @@ class Folder(Sink):
         self._write_info({"earlier": kept} if kept else {})
 
     def _write_info(self, more: Mapping[str, Any]) -> None:
-        fresh = self.run_path.with_suffix(".new")
         info = line.plain({**self._info, **more})
-        fresh.write_text(json.dumps(info, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(fresh, self.run_path)
+        with atomic_write(self.run_path) as f:
+            f.write((json.dumps(info, indent=2, allow_nan=False) + "\n").encode())
 
     def _open(self, first_step: int) -> None:
         had = self.path.exists() and self.path.stat().st_size > 0

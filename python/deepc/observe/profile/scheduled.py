@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...core.files import atomic_write
 from .flops.costs import get_module_flops
 from .flops.profiler import FlopsProfiler
 from .probe import Listener, Probe, run_folder
@@ -119,12 +120,5 @@ def _worth_no_run(path: str) -> Iterator[None]:
 def write_json(path: str, value: Any) -> None:
     """Writes a file whole or not at all; its folder is made."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    new = f"{path}.{os.getpid()}.new"
-    try:
-        with open(new, "w", encoding="utf-8") as f:
-            json.dump(value, f)
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
+    with atomic_write(path) as f:
+        f.write(json.dumps(value).encode())

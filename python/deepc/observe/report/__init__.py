@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.files import atomic_write
 from ...errors import ArgumentError, DeepcError
 
 
@@ -38,14 +39,11 @@ def write_report(
     if target.is_dir():
         target = target / "report.html"
     text = page([digest(r) for r in found], version=C.dc_version().decode(), theme=theme)
-    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        part.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be no text
-        os.replace(part, target)
+        with atomic_write(target) as file:
+            file.write(text.encode(errors="replace"))  # a folder's name may be no text
     except OSError as exc:
         raise DeepcError(f"can't write {target}: {exc.strerror}. Give another file with -o.") from exc
-    finally:
-        part.unlink(missing_ok=True)
     return target
 
 

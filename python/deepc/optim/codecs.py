@@ -12,8 +12,8 @@ import abc
 
 import torch
 
+from ..core import ops as _ops  # noqa: F401
 from ..errors import ArgumentError
-from . import ops as _ops  # noqa: F401
 
 _NO_ERROR = torch.empty(0, dtype=torch.float32, device="cpu")
 
