@@ -76,7 +76,7 @@ class Method(abc.ABC):
         self.max_update = float(options["max_update"] or 0.0)
         self.rotated = bool(options["rotated"])
         self.preconditioned = bool(options.get("preconditioned", False))  # what travels is steps, not momentum
-        self.items, self.exchange, self._zeros = list(items), exchange, zeros
+        self.items, self.exchange = list(items), exchange
         self.wholes, self.of = wholes or len(items), [i if x.whole is None else x.whole for i, x in enumerate(items)]
         self.steps = 0
         self.sent = [item for item in self.items if not item.group.get("non_freeze")]

@@ -155,7 +155,6 @@ class DiskReducer:
         self._released: list[int] = []
         self._given: set[int] = set()
         self._assign = True
-        self._in_pass = False
         self._most = 0
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class DiskReducer:
     def begin(self, assign: bool, norm: bool) -> None:
         self._abandon()
         self._store.begin()
-        self._assign, self._in_pass = assign, True
+        self._assign = assign
         self._given.clear()
         self._missing = [len(p) for p in self._params_of]
         self._written: set[int] = set()
@@ -244,7 +243,6 @@ class DiskReducer:
         while self._writes:
             self._reap()
         del self._room[2 * RING :]
-        self._in_pass = False
         self._store.end()
 
     def _abandon(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,12 +46,6 @@ def _repeats(blocks: torch.nn.ModuleList | torch.nn.Sequential) -> bool:
 
 # ---- how a block asks ------------------------------------------------------------------------------------------------
 _HAND = "_deepc_recompute"
-
-
-class Asked(Protocol):
-    """Who is asked when a block is called."""
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
 
 
 class Hand:

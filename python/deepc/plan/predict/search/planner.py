@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ....core import lib as _lib
-from ....core.lib import C, call
+from ....core.lib import call
 from ....errors import ArgumentError, OutOfMemoryError
 from ...mesh import Mesh
 from ...schedule import KINDS, Costs, Schedule, Timeline, default_chunks
@@ -308,21 +308,6 @@ def default_layout(**sizes: Any) -> Layout:
     """A Layout whose chunks follow from its schedule."""
     sizes.setdefault("chunks", default_chunks(str(sizes.get("schedule", "1f1b"))))
     return Layout(**sizes)
-
-
-def collective_s(what: str, nodes: Any, n: int, near: int, together: int, nbytes: float) -> float:
-    """Seconds of "all_reduce", "all_gather" or "all_to_all" (docs/planner.md)."""
-    kind = ("all_reduce", "all_gather", "all_to_all").index(what)
-    return float(C.dc_planner_collective_s(kind, ctypes.byref(nodes), n, near, together, nbytes))
-
-
-def pipeline_s(kind: str, times: list[Costs], micro_batches: int, hops: list[float], chunks: int = 1) -> float:
-    """Seconds of a pipeline by the closed formulas, of each rank's layers (docs/planner.md)."""
-    n = len(times)
-    forward = (ctypes.c_double * n)(*(t.F for t in times))
-    backward = (ctypes.c_double * n)(*(t.B for t in times))
-    hop = (ctypes.c_double * n)(*hops, 0.0)
-    return float(C.dc_planner_pipeline_s(KINDS.index(kind), chunks, n, micro_batches, forward, backward, hop))
 
 
 def to_dict(p: Predicted) -> dict[str, Any]:
