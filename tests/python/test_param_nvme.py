@@ -153,6 +153,38 @@ def test_several_nodes_have_the_bits_of_memory(world, precision, gas, kind, tmp_
     check(ranks, tmp_path, True)
 
 
+def _most_writes(rank, world, cfg):
+    """The most gradients' writes that waited at a time, in each micro-batch; buckets."""
+    import deepc
+    from deepc.zero.streamed.nodes import DiskNodesReducer
+
+    most, take = [0], DiskNodesReducer._take_oldest
+
+    def taken(self):
+        take(self)
+        most[-1] = max(most[-1], len(self._writes))
+
+    DiskNodesReducer._take_oldest = taken
+    engine = deepc.initialize(model=tiny.make_model(layers=8), config=cfg)[0]
+    for micro in range(2):
+        x, y = tiny.make_batch(micro, 2 * world)
+        engine.backward(engine(x[2 * rank :][:2], y[2 * rank :][:2]))
+        engine.step()
+        most.append(0)
+    buckets = engine.plan.layout.nbuckets
+    engine.destroy()
+    return most[:2], buckets
+
+
+def test_few_sums_wait_in_memory_for_the_disk(tmp_path):
+    """Also in a later micro-batch, whose sums are added to what was read back."""
+    from deepc.plan.plan import RING
+
+    cfg = on_disk(tiny.config(3, micro=2, gas=2, deepc={"bucket_elems": 8192}), tmp_path, states=True, **LIMITS)
+    for most, buckets in run_ranks(_on_two_nodes, 2, _most_writes, cfg):
+        assert buckets > 2 * RING and 0 < max(most) <= RING, (most, buckets)
+
+
 def _crossed(rank, world, cfgs):
     """Bytes that this rank sends to the other node, with parameters in memory and on disk; different first values on
     each rank; the losses."""

@@ -51,22 +51,27 @@ class DiskNodesReducer(NodesReducer, ReadsAhead):
         self._crossing.add(values, self._in[k, : self._nodes * size], slot, self._assign)
         self._store.fold(own.shard_begin, values, None, None)
         self._writes.append((self._store.write(own.shard_begin, values), values))
+        if len(self._writes) > RING:  # as far as they have not made room for this one
+            self._written()
         self._taken += 1
         check(C.dc_reducer_give_back(self.handle, self._taken))
         self._ask(b + RING)
 
     def _room(self, m: int) -> torch.Tensor:
         """Memory for a part: that of the oldest write, once there are RING."""
-        if len(self._writes) < RING:
-            return empty(m)
+        values = self._written() if len(self._writes) == RING else empty(0)
+        return values if values.numel() == m else empty(m)
+
+    def _written(self) -> torch.Tensor:
+        """Waits for the oldest write; the memory that it was from."""
         handle, values = self._writes.popleft()
         self._store.wait(handle)
-        return values if values.numel() == m else empty(m)
+        return values
 
     def finish(self) -> None:
         RingReducer.finish(self)
         while self._writes:
-            self._store.wait(self._writes.popleft()[0])
+            self._written()
         self._store.end()
 
     def settle(self) -> None:
@@ -78,7 +83,7 @@ class DiskNodesReducer(NodesReducer, ReadsAhead):
     def _abandon(self) -> None:
         super()._abandon()
         while self._writes:
-            self._store.wait(self._writes.popleft()[0])
+            self._written()
 
     def close(self) -> None:
         if hasattr(self, "_store"):  # else its making has failed
