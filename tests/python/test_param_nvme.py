@@ -278,6 +278,42 @@ def test_units_begin_in_memory_as_on_the_disk():
     assert _offsets([5000, 5000], [100, 9000], 1024) == ([100, 5928], 5928 + 5056)
 
 
+def test_a_gather_that_can_not_begin_leaves_no_read_under_way(tmp_path, monkeypatch):
+    """The unit's memory is freed then, and its other reads would write into what is no longer theirs."""
+    from deepc.errors import DiskError
+    from deepc.offload.array import DiskArray
+    from deepc.zero.parameters.param import FlatUnit
+    from deepc.zero.streamed.disk import DiskSource
+
+    params = [torch.nn.Parameter(torch.empty(4096)) for _ in range(2)]
+    array = DiskArray(str(tmp_path), 4 * 4096, torch.float32, "the parameters")
+    array.put(0, torch.arange(4 * 4096))
+    at = {id(params[0]): 0, id(params[1]): 2 * 4096}
+    source = DiskSource(array, lambda p: at[id(p)], lambda: "")
+    like = torch.empty(0)
+    unit = FlatUnit(0, "u", params, [p.shape for p in params], like, frozenset(), False, source.places(params))
+    source.add(unit, [[], []])
+    begun, real = [], array.read_async
+
+    def second_fails(begin, out):
+        if len(begun) == 1:
+            raise DiskError("no memory for a request")
+        begun.append(real(begin, out))
+        return begun[-1]
+
+    monkeypatch.setattr(array, "read_async", second_fails)
+    with pytest.raises(DiskError, match="no memory"):
+        source.begin([unit])
+    assert begun[0]._handle._io is None, "it is over, and not under way"
+    monkeypatch.undo()
+    source.begin([unit])
+    source.complete(unit)
+    for p, o in zip(params, unit.offsets, strict=True):
+        assert torch.equal(unit.flat[o : o + 4096], torch.arange(4 * 4096.0)[at[id(p)] :][:4096])
+    source.close()
+    array.close()
+
+
 # ---- what is done with parameters between steps ----------------------------------------------------------------------
 def _steps(engine, steps, rank, world, start=0):
     losses = []

@@ -305,9 +305,13 @@ class DiskSource:
             to = unit.flat
             if to.device.type != "cpu":
                 to = self._landed[unit.index] = self._landing.take(unit)
-            self._reads[unit.index] = [
-                self._array.read_async(r.begin, to[r.offset : r.offset + r.n]) for r in self._runs[unit.index]
-            ]
+            reads = self._reads[unit.index] = list[DiskRead]()
+            try:
+                for r in self._runs[unit.index]:
+                    reads.append(self._array.read_async(r.begin, to[r.offset : r.offset + r.n]))
+            except BaseException:  # the unit's memory may go now: nothing is to write to it later
+                self.drop(unit)
+                raise
 
     def complete(self, unit: FlatUnit) -> None:
         self._check()
