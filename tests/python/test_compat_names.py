@@ -292,6 +292,12 @@ def test_init_inference(deepspeed, tmp_path):
             deepspeed.init_inference(model, wrong)
 
 
+def test_default_inference_config_is_the_callers_to_change(deepspeed):
+    deepspeed.default_inference_config()["tensor_parallel"]["tp_size"] = 2
+    assert deepspeed.default_inference_config()["tensor_parallel"] == {}
+    deepspeed.init_inference(torch.nn.Linear(4, 2), dtype=torch.bfloat16)
+
+
 def test_a_plain_deepspeed_script(deepspeed, tmp_path):
     """The loop of DeepSpeed's own tutorials, with its accessors, checkpoints and zero_to_fp32."""
     import argparse

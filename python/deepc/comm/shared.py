@@ -57,6 +57,15 @@ def require(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
     return tensor
 
 
+def require_sizes(out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int, size: int) -> None:
+    """out has out_per elements of the same dtype where the input has in_per, on `size` ranks."""
+    if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
+        raise ArgumentError(
+            f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype};"
+            f" expected the same dtype and a ratio of {out_per} to {in_per} for {size} ranks"
+        )
+
+
 def require_counts(
     out: torch.Tensor, out_counts: Sequence[int], tensor: torch.Tensor, in_counts: Sequence[int], size: int
 ) -> None:
@@ -254,7 +263,7 @@ class Comm:
         require(tensor, "tensor")
         require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
-        self._sizes(out, tensor, 1, 1)
+        require_sizes(out, tensor, 1, 1, self.size)
         with self.lock:
             self.caller.tell(self.handle)
             check(C.dc_all_reduce(self._handle, tensor.data_ptr(), out.data_ptr(), tensor.numel(), dtype, red, tag))
@@ -268,7 +277,7 @@ class Comm:
         require(tensor, "tensor")
         require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
-        self._sizes(out, tensor, 1, 1)
+        require_sizes(out, tensor, 1, 1, self.size)
         with self.lock:
             self.caller.tell(self.handle)
             check(
@@ -280,7 +289,7 @@ class Comm:
         require(tensor, "tensor")
         require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
-        self._sizes(out, tensor, 1, self.size)
+        require_sizes(out, tensor, 1, self.size, self.size)
         with self.lock:
             self.caller.tell(self.handle)
             check(C.dc_reduce_scatter(self._handle, tensor.data_ptr(), out.data_ptr(), out.numel(), dtype, red, tag))
@@ -289,7 +298,7 @@ class Comm:
         """out[size * n] = tensor[n] of every rank in rank order. `tensor` may be this rank's part of `out`."""
         require(tensor, "tensor")
         require(out, "out")
-        self._sizes(out, tensor, self.size, 1)
+        require_sizes(out, tensor, self.size, 1, self.size)
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
             self.caller.tell(self.handle)
@@ -300,7 +309,7 @@ class Comm:
         require(tensor, "tensor")
         if self.rank == root:
             out = require(out, "out")
-            self._sizes(out, tensor, self.size, 1)
+            require_sizes(out, tensor, self.size, 1, self.size)
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
             self.caller.tell(self.handle)
@@ -312,7 +321,7 @@ class Comm:
         require(out, "out")
         if self.rank == root:
             tensor = require(tensor, "tensor")
-            self._sizes(out, tensor, 1, self.size)
+            require_sizes(out, tensor, 1, self.size, self.size)
         dtype, per, tag = copy_code(out.dtype)
         with self.lock:
             self.caller.tell(self.handle)
@@ -331,7 +340,7 @@ class Comm:
         """Block j of out[size * n] = block `rank` of rank j's tensor[size * n]."""
         require(tensor, "tensor")
         require(out, "out")
-        self._sizes(out, tensor, 1, 1)
+        require_sizes(out, tensor, 1, 1, self.size)
         if tensor.numel() % self.size:
             raise ArgumentError(f"{tensor.numel()} elements can't be cut into {self.size} equal blocks")
         dtype, per, tag = copy_code(tensor.dtype)
@@ -423,13 +432,6 @@ class Comm:
             handle, self._handle = self._handle, None
         if handle:
             check(C.dc_comm_close(handle))
-
-    def _sizes(self, out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int) -> None:
-        if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
-            raise ArgumentError(
-                f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype};"
-                f" expected the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks"
-            )
 
 
 def open_comm(

@@ -5,8 +5,10 @@
 
     deepc.init_distributed()                                   # the ranks that `deepc run` or torchrun started
     args = TrainingArguments(output_dir="out", use_cpu=True, ...)
-    trainer = EngineTrainer(model=model, args=args, train_dataset=data, deepc_config={"zero_optimization": {"stage":
-    3}}) trainer.train()
+    trainer = EngineTrainer(
+        model=model, args=args, train_dataset=data, deepc_config={"zero_optimization": {"stage": 3}}
+    )
+    trainer.train()
 
 The optimizer and the schedule are Trainer's (TrainingArguments), states and gradients are deepc's: sharded as
 zero_optimization says, saved by engine.save_checkpoint. EngineTrainerMixin does the same to another subclass of

@@ -280,12 +280,7 @@ class Hierarchy(Executor):
         return Reduction(tensor.dtype, op, self.size, self._wire_fp32)
 
     def _sizes(self, out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int) -> None:
-        shared.require(out, "out")
-        if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
-            raise ArgumentError(
-                f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype};"
-                f" expected the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks"
-            )
+        shared.require_sizes(shared.require(out, "out"), tensor, out_per, in_per, self.size)
 
     def _rooted(self, root: int) -> None:
         if not 0 <= root < self.size:

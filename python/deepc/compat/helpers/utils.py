@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
+from ...parallel.sequence.shards import each_tensor
 
 logger = logging.getLogger("deepc")
 """deepc's logger under DeepSpeed's name. Trainer sets its level to its own."""
@@ -274,32 +275,20 @@ def DeepSpeedDataLoader(
 
 
 # ---- tensors and memory ----------------------------------------------------------------------------------------------
-def _map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(item, torch.Tensor):
-        return change(item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_map_tensors(v, change) for v in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(_map_tensors(v, change) for v in item)
-    if isinstance(item, dict):
-        return {k: _map_tensors(v, change) for k, v in item.items()}
-    return item
-
-
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """`item` (a tensor, or lists, tuples and dicts of them) with every tensor copied to `device`."""
     device = torch.device(device)
     if isinstance(item, dict):
         return type(item)({k: clone_tensors_for_torch_save(v, device) for k, v in item.items()})
-    return _map_tensors(item, lambda t: t.detach().clone() if t.device == device else t.detach().to(device))
+    return each_tensor(item, lambda t: t.detach().clone() if t.device == device else t.detach().to(device))
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    return _map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
+    return each_tensor(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
-    return _map_tensors(item, lambda t: t.detach().clone().to(device) if criterion_func(t) else t)
+    return each_tensor(item, lambda t: t.detach().clone().to(device) if criterion_func(t) else t)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

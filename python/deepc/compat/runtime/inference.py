@@ -3,6 +3,7 @@ or, with a `zero` section that asks for it, its weights on disk (ZeRO-Inference)
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class DeepSpeedInferenceConfig:
             raise ArgumentError(
                 f"init_inference does not know {', '.join(unknown)}; it takes {', '.join(sorted(self._DEFAULTS))}"
             )
-        self.__dict__.update(self._DEFAULTS, **given)
+        self.__dict__.update(copy.deepcopy(self._DEFAULTS), **given)  # its sections are the caller's to change
         self._check()
 
     def _check(self) -> None:

@@ -308,14 +308,18 @@ class Agent:
             self.selector.unregister(pipe)
             pipe.close()
 
-    def step(self, timeout: float = _POLL_S) -> None:
-        """One round: what has arrived, what must go out, who has ended, what time it is."""
+    def _move(self, timeout: float) -> None:
+        """What has arrived, and what must go out."""
         for key, _ in self.selector.select(timeout):
             if key.data == "control":
                 self.control()
             elif key.data != "writable" and self.out.waiting < self.out.FULL:
                 self.forward(key.fileobj, *key.data)
         self._keep_sending()
+
+    def step(self, timeout: float = _POLL_S) -> None:
+        """One round: what has arrived, what must go out, who has ended, what time it is."""
+        self._move(timeout)
         self.collect()
         now = time.monotonic()
         if self.out.broken or self._silent():
@@ -360,12 +364,7 @@ class Agent:
             patience = _SLOW_S if self.out.waiting and not self.terminated else _DRAIN_S
             if time.monotonic() - since > patience or self._silent():
                 return
-            for key, _ in self.selector.select(0.05):
-                if key.data == "control":
-                    self.control()
-                elif key.data != "writable" and self.out.waiting < self.out.FULL:
-                    self.forward(key.fileobj, *key.data)
-            self._keep_sending()
+            self._move(0.05)
 
     def _silent(self) -> bool:
         """Whether the launcher has not been heard of for as long as it said."""

@@ -29,6 +29,8 @@ _FIX = (
     " (docs/tensor-parallel.md)"
 )
 
+Uneven = dict[str, tuple[int, Heads]]  # name of an attention: features of a head, how its heads are shared
+
 
 @dataclass
 class TensorSummary:
@@ -64,65 +66,22 @@ def cut_model(
     strict = strict or (bool(rules) and "partition_config" not in source)
     _check_rest(model, {name for name, _, _ in found}, strict, source)
     uneven = _uneven_heads(model, found, group.size)
-    for parent, (_, shared) in uneven.items():
-        if min(shared.queries) < sequence:  # only some ranks would fail in forward
-            raise ArgumentError(
-                f"sequence_parallel_size = {sequence}, and the heads of {parent}, which ranks of a sequence share, are"
-                f" {', '.join(map(str, shared.queries))} on tensor-parallel ranks; use at most {min(shared.queries)}"
-                " ranks of a sequence, or fewer tensor-parallel ones"
-            )
+    _check_sequence(uneven, sequence)
     refuse_released(model, "tensor_parallel.autotp_size")
     same_state(group)
-    seen: set[int] = set()
-    for t in (*model.parameters(), *model.buffers()):
-        if id(t) not in seen:
-            seen.add(id(t))
-            if not is_zero_param(t):  # zero.Init: the first rank's already, in memory that ranks share
-                group.spread(t)
+    _spread(model, group)
     summary = TensorSummary(group.size, source or "enable_expert_tensor_parallelism of MoE")
     done: dict[int, Cut] = {}
-    regions: dict[str, Region] = {}
-    last = ended = Region(group)
+    regions = _Regions(model, group, uneven)
     for name, module, rule in found:
-        kind = rule.kind
-        if kind == "skip":
+        if rule.kind == "skip":
             continue
+        kind = rule.kind
         if kind == "shared":
             for p in module.parameters(recurse=False):
                 sum_gradients(p, group)
         else:
-            parent = around(name)
-            owner = model.get_submodule(parent)
-            if is_adapter(name):  # its input is not the layer's, its cut is
-                of_layer = ended if kind == "row" else regions.get(parent, last)
-                region = Region(group)
-                region.heads = of_layer.heads
-            elif kind == "column" and not rule.gathers:
-                if parent not in regions:
-                    regions[parent] = Region(group, owner)
-                last = region = regions[parent]
-                if parent in uneven:
-                    region.heads = uneven[parent][1]
-            else:
-                region = last if kind == "row" else Region(group)
-            if kind == "row" and not is_adapter(name):  # ends it: another that the module around begins is its own
-                ended, last = last, Region(group)
-                regions.clear()
-            shares = () if region.heads is None else region.heads.queries
-            try:
-                if kind == "column" and region.heads is not None and _reads(module, *uneven[parent]):
-                    _replicate(cast(Any, owner), module, region, uneven[parent][0])
-                    kind = "replicated"
-                else:
-                    cut_module(module, kind, region, _blocks(module, rule), rule.gathers, done, shares)
-            except DeepcError as exc:
-                raise type(exc)(f"{name} can't be cut as {rule.kind}: {exc}") from None
-            if is_adapted(layer := model.get_submodule(own_name(name))) and not is_adapter(name):
-                draw_as_layer(layer, rule.kind, region)
-            mine, of = (shares[group.rank], sum(shares)) if shares else (1, group.size)
-            for attribute in rule.divided:
-                if isinstance(n := getattr(owner, attribute, None), int):
-                    setattr(owner, attribute, n * mine // of)
+            kind = _cut_one(model, name, module, rule, regions, done)
         summary.cut.setdefault(kind, []).append(name)
     _check_ties(model, done)
     call_modules(model)
@@ -133,6 +92,81 @@ def cut_model(
             summary.loss = False
     _save_whole(model)
     return summary
+
+
+def _check_sequence(uneven: Uneven, sequence: int) -> None:
+    for parent, (_, shared) in uneven.items():
+        if min(shared.queries) < sequence:  # only some ranks would fail in forward
+            raise ArgumentError(
+                f"sequence_parallel_size = {sequence}, and the heads of {parent}, which ranks of a sequence share, are"
+                f" {', '.join(map(str, shared.queries))} on tensor-parallel ranks; use at most {min(shared.queries)}"
+                " ranks of a sequence, or fewer tensor-parallel ones"
+            )
+
+
+def _spread(model: nn.Module, group: TensorGroup) -> None:
+    """The first rank's values become all ranks'. Collective."""
+    seen: set[int] = set()
+    for t in (*model.parameters(), *model.buffers()):
+        if id(t) not in seen:
+            seen.add(id(t))
+            if not is_zero_param(t):  # zero.Init: the first rank's already, in memory that ranks share
+                group.spread(t)
+
+
+class _Regions:
+    """The regions of a model whose modules come in their order. uneven: see _uneven_heads."""
+
+    def __init__(self, model: nn.Module, group: TensorGroup, uneven: Uneven) -> None:
+        self.group, self.uneven = group, uneven
+        self._model = model
+        self._open: dict[str, Region] = {}  # by the module around
+        self._last = self._ended = Region(group)
+
+    def of(self, name: str, rule: Rule) -> Region:
+        """The one that the next module, `name`, begins, goes on or ends."""
+        parent, kind = around(name), rule.kind
+        if is_adapter(name):  # its input is not the layer's, its cut is
+            of_layer = self._ended if kind == "row" else self._open.get(parent, self._last)
+            region = Region(self.group)
+            region.heads = of_layer.heads
+            return region
+        if kind == "column" and not rule.gathers:
+            if parent not in self._open:
+                self._open[parent] = Region(self.group, self._model.get_submodule(parent))
+            self._last = region = self._open[parent]
+            if parent in self.uneven:
+                region.heads = self.uneven[parent][1]
+            return region
+        if kind != "row":
+            return Region(self.group)
+        self._ended, self._last = self._last, Region(self.group)
+        self._open.clear()  # another that the module around begins is its own
+        return self._ended
+
+
+def _cut_one(
+    model: nn.Module, name: str, module: nn.Module, rule: Rule, regions: _Regions, done: dict[int, Cut]
+) -> str:
+    """What was made of the module: the rule's kind, or "replicated"."""
+    parent, kind, group = around(name), rule.kind, regions.group
+    owner, region = model.get_submodule(parent), regions.of(name, rule)
+    shares = () if region.heads is None else region.heads.queries
+    try:
+        if kind == "column" and region.heads is not None and _reads(module, *regions.uneven[parent]):
+            _replicate(cast(Any, owner), module, region, regions.uneven[parent][0])
+            kind = "replicated"
+        else:
+            cut_module(module, kind, region, _blocks(module, rule), rule.gathers, done, shares)
+    except DeepcError as exc:
+        raise type(exc)(f"{name} can't be cut as {rule.kind}: {exc}") from None
+    if is_adapted(layer := model.get_submodule(own_name(name))) and not is_adapter(name):
+        draw_as_layer(layer, rule.kind, region)
+    mine, of = (shares[group.rank], sum(shares)) if shares else (1, group.size)
+    for attribute in rule.divided:
+        if isinstance(n := getattr(owner, attribute, None), int):
+            setattr(owner, attribute, n * mine // of)
+    return kind
 
 
 def _can_be_cut(module: nn.Module) -> bool:
@@ -212,11 +246,9 @@ def _check_rest(model: nn.Module, found: set[str], strict: bool, source: str) ->
 
 
 # ---- heads that the ranks do not divide ------------------------------------------------------------------------------
-def _uneven_heads(
-    model: nn.Module, found: list[tuple[str, nn.Module, Rule]], ranks: int
-) -> dict[str, tuple[int, Heads]]:
-    """{name of an attention whose heads the ranks do not divide: (features of a head, how they are shared)}: a part of
-    q, k or v has whole heads. ArgumentError, UnsupportedError for one that can't be shared."""
+def _uneven_heads(model: nn.Module, found: list[tuple[str, nn.Module, Rule]], ranks: int) -> Uneven:
+    """The attentions whose heads the ranks do not divide: a part of q, k or v has whole heads. ArgumentError,
+    UnsupportedError for one that can't be shared."""
     attentions: dict[str, dict[str, list[int]]] = {}
     for name, module, rule in found:
         parent, _, short = own_name(name).rpartition(".")

@@ -133,64 +133,83 @@ def trace(
             f"pipeline.stages: {type(around[0]).__name__}, which contains the blocks {name}, has parameters of its own;"
             " a pipeline needs them in one place. deepc.pipe.PipelineModule takes models as layers"
         )
-    order: list[Any] = []  # block numbers, and other modules
-    outs: list[Any] = []  # of the blocks
-    calls: Calls = []
-    handles = []
-    for i, block in enumerate(blocks):
-
-        def ran(_: Any, args: Any, kwargs: Any, out: Any, i: int = i) -> None:
-            if in_checkpoint():
-                raise UnsupportedError(IN_CHECKPOINT)
-            order.append(i)
-            known = {id(t) for t in every_tensor(outs[-1])} if outs else {id(t) for t in every_tensor((args, kwargs))}
-            outs.append(out)
-            calls.append((args, kwargs))
-            if order[-2:] == [i - 1, i] and any(
-                t.requires_grad and id(t) not in known for t in every_tensor((args, kwargs))
-            ):
-                if not known.intersection(map(id, every_tensor((args, kwargs)))):
-                    return  # said below
-                raise UnsupportedError(
-                    f"pipeline.stages: {name}.{i} gets another tensor that depends on parameters, besides what the"
-                    " block before it returned. deepc.pipe.PipelineModule takes models as layers"
-                )
-
-        handles.append(block.register_forward_hook(ran, with_kwargs=True))
-    for module in alone:
-        handles.append(module.register_forward_pre_hook(lambda m, _: order.append(m)))
-    try:
-        with evaluating(model), torch.enable_grad():
-            whole = [t.detach() for t in every_tensor(run())]
-    finally:
-        for handle in handles:
-            handle.remove()
-    numbers = [x for x in order if isinstance(x, int)]
-    if numbers != list(range(len(blocks))):
-        raise ArgumentError(
-            f"pipeline.stages: the blocks of {name} ran in the order {numbers[:12]}; a pipeline needs each of them"
-            " once, one after the other"
-        )
-    slots, links = _links(name, outs, calls)
-    first, last = order.index(0), order.index(len(blocks) - 1)
-    middle = [m for m in order[first:last] if not isinstance(m, int)]
-    before = [m for m in order[:first] if not isinstance(m, int)]
-    after = [m for m in order[last:] if not isinstance(m, int)]
-    both = [m for m in after if any(m is b for b in before)]
-    if wrong := [*middle, *both]:
-        names = {id(m): n for n, m in model.named_modules()}
-        raise UnsupportedError(
-            f"pipeline.stages: {names[id(wrong[0])]} runs between the blocks of {name}, or before and after them, and"
-            " has parameters; a pipeline needs them in one place. deepc.pipe.PipelineModule takes models as layers"
-        )
-    unused = [m for m in alone if not any(m is x for x in order)]
-    others = [_others(name, i, out, taken) for i, (out, taken) in enumerate(zip(outs, links))]
+    seen = _Seen(name, blocks)
+    whole = seen.run(model, run, alone)
+    slots, links = _links(name, seen.outs, seen.calls)
+    before, after = seen.sides(model)
+    unused = [m for m in alone if not any(m is x for x in seen.order)]
+    others = [_others(name, i, out, taken) for i, (out, taken) in enumerate(zip(seen.outs, links))]
     with evaluating(model):
-        one = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in calls)
-        points = find(blocks, calls) if one else {}
+        one = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in seen.calls)
+        points = find(blocks, seen.calls) if one else {}
     return Chain(
         name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), slots, links, others, points
     ), whole
+
+
+class _Seen:
+    """What one run of a model has shown of its blocks. order: their numbers, and other modules, as they ran."""
+
+    def __init__(self, name: str, blocks: list[torch.nn.Module]) -> None:
+        self._name, self._blocks = name, blocks
+        self.order: list[Any] = []
+        self.outs: list[Any] = []  # of the blocks
+        self.calls: Calls = []
+
+    def run(self, model: torch.nn.Module, run: Callable[[], Any], alone: list[torch.nn.Module]) -> list[torch.Tensor]:
+        """Returns the tensors that `run` did. ArgumentError for blocks that it does not call one after the other."""
+        handles = [
+            *(b.register_forward_hook(self._hook(i), with_kwargs=True) for i, b in enumerate(self._blocks)),
+            *(m.register_forward_pre_hook(lambda m, _: self.order.append(m)) for m in alone),
+        ]
+        try:
+            with evaluating(model), torch.enable_grad():
+                whole = [t.detach() for t in every_tensor(run())]
+        finally:
+            for handle in handles:
+                handle.remove()
+        numbers = [x for x in self.order if isinstance(x, int)]
+        if numbers != list(range(len(self._blocks))):
+            raise ArgumentError(
+                f"pipeline.stages: the blocks of {self._name} ran in the order {numbers[:12]}; a pipeline needs each of"
+                " them once, one after the other"
+            )
+        return whole
+
+    def _hook(self, i: int) -> Callable[..., None]:
+        def ran(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+            if in_checkpoint():
+                raise UnsupportedError(IN_CHECKPOINT)
+            self.order.append(i)
+            given = every_tensor((args, kwargs))
+            known = {id(t) for t in (every_tensor(self.outs[-1]) if self.outs else given)}
+            self.outs.append(out)
+            self.calls.append((args, kwargs))
+            if self.order[-2:] != [i - 1, i] or all(not t.requires_grad or id(t) in known for t in given):
+                return
+            if known.intersection(map(id, given)):  # else said below
+                raise UnsupportedError(
+                    f"pipeline.stages: {self._name}.{i} gets another tensor that depends on parameters, besides what"
+                    " the block before it returned. deepc.pipe.PipelineModule takes models as layers"
+                )
+
+        return ran
+
+    def sides(self, model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+        """The other modules that ran before the blocks, and after them. UnsupportedError for any that did neither."""
+        first, last = self.order.index(0), self.order.index(len(self._blocks) - 1)
+        middle = [m for m in self.order[first:last] if not isinstance(m, int)]
+        before = [m for m in self.order[:first] if not isinstance(m, int)]
+        after = [m for m in self.order[last:] if not isinstance(m, int)]
+        both = [m for m in after if any(m is b for b in before)]
+        if wrong := [*middle, *both]:
+            names = {id(m): n for n, m in model.named_modules()}
+            raise UnsupportedError(
+                f"pipeline.stages: {names[id(wrong[0])]} runs between the blocks of {self._name}, or before and after"
+                " them, and has parameters; a pipeline needs them in one place. deepc.pipe.PipelineModule takes models"
+                " as layers"
+            )
+        return before, after
 
 
 def _slot(call: tuple[Any, Any], slot: int | str) -> Any:
