@@ -4,6 +4,7 @@ the model is never whole in memory; and what happens when the disk fails."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 
 import pytest
@@ -739,6 +740,46 @@ def test_a_transfer_that_fails_loses_nothing(world, precision, kind, tmp_path):
         assert said.count("step") >= 4 and said.count("backward") >= (4 if world < 4 else 2)
         assert [s for s in said if s != "forward"] == [s for s in failing[0][2] if s != "forward"], "on all ranks alike"
     assert "forward" in failing[-1][2]
+
+
+def _write_that_fails(rank, world, cfg):
+    """Writes that the disk of the first rank refuses, then steps."""
+    import deepc
+    from deepc.errors import DiskError, DiskFullError
+    from deepc.offload.array import DiskArray
+
+    failing, put = False, DiskArray.put
+
+    def refused(self, begin, values):
+        if failing:
+            raise DiskFullError("[made by the test]")
+        put(self, begin, values)
+
+    for_this_job(DiskArray, "put", refused)
+    engine = deepc.initialize(model=tiny.make_model(frozen=True), config=cfg)[0]
+    p, frozen = engine.module.blocks[1].up.weight, engine.module.pos.weight
+    before = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    for written in (p, frozen):
+        with pytest.raises(DiskError, match="rank 0: .*made by the test" if rank else "made by the test"):
+            with deepc.zero.GatheredParameters([written], modifier_rank=0), torch.no_grad():
+                written.add_(float(rank == 0))
+                failing = rank == 0
+        failing = False
+    same_bits({n: t.clone() for n, t in engine.module_state_dict().items()}, before)
+    _steps(engine, 2, rank, world)
+    with deepc.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+        p.fill_(float(rank == 0))
+    assert torch.equal(deepc.view(p).fp32, torch.ones(p.shape))
+    gc.collect()  # the tensors that the tracebacks have kept
+    _steps(engine, 1, rank, world)
+    stats = engine.state.streamed.stats()
+    assert stats["live_elems"] == stats["persistent_elems"], stats
+    engine.destroy()
+
+
+@pytest.mark.parametrize("states", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_write_that_the_disk_refuses_is_told_on_all_ranks(states, tmp_path):
+    run_ranks(_write_that_fails, 2, on_disk(tiny.config(3, micro=2), tmp_path, states=states, **LIMITS))
 
 
 def _read_in_between(rank, world, cfg, folder, fails):

@@ -565,21 +565,26 @@ def test_damaged_states_are_said_and_a_checkpoint_brings_them_back(tmp_path, whe
     run_quietly(_damaged, 2, str(tmp_path), where)
 
 
+def _damage(engine, folder):
+    """Every page of this rank's states."""
+    stream = engine.state.tier.stream
+    with stream.walk(writes=[]) as every:  # nothing of them is in memory any more
+        for _ in every:
+            pass
+    with open(nameless_file(folder), "r+b", buffering=0) as f:
+        for at in range(0, stream.disk_bytes, 4096):
+            f.seek(at + 17)
+            f.write(b"\xff\x00\xff")
+
+
 def _damaged_view(rank, world, folder):
     """A window that can't be read is an error on all ranks."""
     import deepc
 
     engine = make_engine(config(3, folder, world=world))
     train(engine, 1, rank, world)
-    stream = engine.state.tier.stream
-    with stream.walk(writes=[]) as every:
-        for _ in every:
-            pass
     if rank == 0:
-        with open(nameless_file(folder), "r+b", buffering=0) as f:
-            for at in range(0, stream.disk_bytes, 4096):
-                f.seek(at + 17)
-                f.write(b"\xff\x00\xff")
+        _damage(engine, folder)
     found = 0
     for _, p in engine.module.named_parameters():
         try:
@@ -593,6 +598,28 @@ def _damaged_view(rank, world, folder):
 def test_a_damaged_window_is_an_error_on_all_ranks(tmp_path):
     found = run_quietly(_damaged_view, 2, str(tmp_path))
     assert found[0] == found[1] > 0
+
+
+def _damaged_write(rank, world, folder):
+    """What a script has written into its replicas is compared with masters that can't be read."""
+    engine = make_engine(config(1, folder, world=world, precision="bf16"))
+    train(engine, 1, rank, world)
+    with torch.no_grad():
+        for p in engine.module.parameters():
+            p.mul_(0.5)
+    backward(engine, 1, rank, world)
+    if rank == 0:
+        _damage(engine, folder)
+    for _ in range(2):
+        with pytest.raises(errors.DamagedError, match="torn or damaged" if rank == 0 else "rank 0: .*torn or damaged"):
+            engine.step()
+    with pytest.raises(errors.DamagedError):
+        engine.save_checkpoint(os.path.join(folder, "no"))
+    engine.destroy()
+
+
+def test_a_master_that_can_not_follow_a_write_is_an_error_on_all_ranks(tmp_path):
+    run_quietly(_damaged_write, 2, str(tmp_path))
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------

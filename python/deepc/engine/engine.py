@@ -32,6 +32,7 @@ from ..zero.tiers.agree import failures, said_once
 from . import assembly
 from .base import EngineBase, StepResult, say
 from .states import access
+from .states.saving import take_in_writes
 
 if TYPE_CHECKING:
     from ..zero.streamed.state import StreamedState
@@ -307,7 +308,7 @@ class Engine(EngineBase):
             self.optimizer.overflow = True
             return StepResult(False, reason, norm.bad, None)
         self._grad_norm = norm.value
-        self.guard.take_in_writes()
+        take_in_writes(self)
         self.optimizer.leave_out(frozenset(i for i, p in enumerate(self.state.trained) if not p.requires_grad))
         scale = clip(unit, norm.value, self.gradient_clipping())
         return self._finish_step(norm.value, lambda: self.optimizer.update(scale))

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core import env
-from ...errors import ArgumentError, StrayWriteError
+from ...errors import ArgumentError, DiskError, StrayWriteError
 from .param import share, unshare
 
 if TYPE_CHECKING:
@@ -206,9 +206,15 @@ class _Followed(Whole):
         self._inner.begin()
 
     def end(self) -> None:
+        failure: DiskError | None = None
         self._level()
-        self._inner.end()
+        try:
+            self._inner.end()
+        except DiskError as exc:  # on all ranks: what is there now counts
+            failure = exc
         self._after()
+        if failure is not None:
+            raise failure
 
 
 # id(parameter) -> who holds it; an entry goes with its holder, which keeps its parameters.

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.lib import C
-from ...errors import StrayWriteError, UnsupportedError
+from ...errors import DiskError, StrayWriteError, UnsupportedError
 from ..step import publish
+from ..tiers.agree import together
 from . import owners
 
 if TYPE_CHECKING:
@@ -52,7 +53,15 @@ class Guard:
         """After a write that was allowed (GatheredParameters with a modifier): masters follow where the values changed.
         Collective."""
         indices = {id(p): i for i, p in enumerate(self.state.trained)}
-        self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
+        failure: DiskError | None = None
+        try:
+            self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
+        except DiskError as exc:
+            failure = exc
+        if self.state.plan.updates_on_disk:
+            together(self.group, failure)
+        elif failure is not None:
+            raise failure
         self.group.barrier()
         if self.state.plan.parameters_as:
             self.publish()

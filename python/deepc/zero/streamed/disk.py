@@ -206,8 +206,13 @@ class DiskFlats:
         return []  # the source knows
 
     def take(self, state: Streams, params: Params, writer: int) -> None:
-        for p in params if state.plan.rank == writer else ():
-            state.units.write(p, p.detach())
+        failure: DiskError | None = None
+        try:
+            for p in params if state.plan.rank == writer else ():
+                state.units.write(p, p.detach())
+        except DiskError as exc:
+            failure = exc
+        together(cast(ModelState, state).group, failure)
 
     def spread_written(self, state: Streams, params: Params, writer: int) -> None:
         if state.plan.nodes == 1:

@@ -406,17 +406,26 @@ class _Gathered(Whole):
 
     @torch.no_grad()
     def end(self) -> None:
-        state, writer = self._state, self._writer
-        if writer is not None:
-            state.group.barrier()  # nobody gathers any more
-            state.flats.take(state, self._params, writer)
-            state.group.barrier()
-            state.flats.spread_written(state, self._params, writer)
-            for p in self._private:
-                broadcast_bytes(state.group, p.data, writer)
-        state.units.let_go(self._units)
-        if writer is not None:
-            state.units.refresh()
+        failure: DiskError | None = None
+        try:
+            if self._writer is not None:
+                self._write(self._writer)
+        except DiskError as exc:  # on all ranks
+            failure = exc
+        self._state.units.let_go(self._units)
+        if self._writer is not None:
+            self._state.units.refresh()
+        if failure is not None:
+            raise failure
+
+    def _write(self, writer: int) -> None:
+        state = self._state
+        state.group.barrier()  # nobody gathers any more
+        state.flats.take(state, self._params, writer)
+        state.group.barrier()
+        state.flats.spread_written(state, self._params, writer)
+        for p in self._private:
+            broadcast_bytes(state.group, p.data, writer)
 
 
 class _Kept(Whole):
