@@ -622,6 +622,46 @@ def test_a_master_that_can_not_follow_a_write_is_an_error_on_all_ranks(tmp_path)
     run_quietly(_damaged_write, 2, str(tmp_path))
 
 
+def _damaged_average(rank, world, folder, way):
+    import deepc
+
+    engine = make_engine(config(1, os.path.join(folder, "nvme"), world=world, precision="bf16"))
+    ema = deepc.EMA(engine, 0.5)
+
+    def averaged(steps, first):
+        for step in range(first, first + steps):
+            train(engine, 1, rank, world, first=step)
+            ema.update()
+        return {n: ema.value(p) for n, p in engine.module.named_parameters()}
+
+    averaged(2, 0)
+    engine.save_checkpoint(os.path.join(folder, "checkpoint"))
+    wanted = averaged(2, 2), values(engine)
+    train(engine, 1, rank, world, first=4)
+    if rank == 0:
+        _damage(engine, os.path.join(folder, "nvme"))
+    with pytest.raises(errors.DamagedError, match="torn or damaged" if rank == 0 else "rank 0: .*torn or damaged"):
+        if way == "update":
+            ema.update()
+        else:
+            with ema.applied():
+                raise AssertionError("the model has the average in part")
+    with pytest.raises(errors.DeepcError, match="average 'ema' .*is changed in part.*load a checkpoint"):
+        backward(engine, 5, rank, world)
+    with pytest.raises(errors.CheckpointError, match="is changed in part"):
+        engine.save_checkpoint(os.path.join(folder, "no"))
+    engine.load_checkpoint(os.path.join(folder, "checkpoint"))
+    expect_equal(averaged(2, 2), wanted[0])
+    expect_equal(values(engine), wanted[1])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", ["update", "applied"])
+def test_an_average_of_weights_that_can_not_be_read_is_an_error_on_all_ranks(tmp_path, way):
+    (tmp_path / "nvme").mkdir()
+    run_quietly(_damaged_average, 2, str(tmp_path), way)
+
+
 # ---- before the run --------------------------------------------------------------------------------------------------
 def _refused(rank, world, folder, what):
     cfg, options = config(1, folder, world=world), {}

@@ -19,16 +19,17 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ...core import memory
-from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, DiskError, StrayWriteError, UnsupportedError
 from ...plan.layout import Segment
 from ...zero.parameters.gathered import is_expanded
 from ...zero.parameters.param import share
+from ...zero.tiers.agree import together
 from ...zero.tiers.windows import Window
 from .access import _Access, of_all_ranks
 from .saving import take_in_writes
@@ -93,17 +94,16 @@ class EMA:
     @torch.no_grad()
     def update(self) -> bool:
         """After engine.step(). False, and nothing happens, if no step was applied since the last update: inside an
-        accumulation, or after a step that was skipped. Collective with as_module (it fences), else this rank's own
-        business."""
+        accumulation, or after a step that was skipped. Collective with as_module (it fences) and where something lies
+        on disk, else this rank's own business."""
         self._outside("update()")
         applied = self._applied_steps()
         if applied == self._seen:
             return False
-        self._seen = applied
         decay = _checked_decay(self.decay(self.updates)) if callable(self.decay) else self.decay
         self._fence()
-        for mine, live in self._pairs():
-            mine.lerp_(live, 1.0 - decay)
+        self._each(lambda mine, live: mine.lerp_(live, 1.0 - decay))
+        self._seen = applied
         self.updates += 1
         self._publish()
         return True
@@ -114,8 +114,7 @@ class EMA:
         self._outside("reset()")
         self._seen = self._applied_steps()
         self._fence()
-        for mine, live in self._pairs():
-            mine.copy_(live)
+        self._each(torch.Tensor.copy_)
         self._publish()
 
     def value(self, p: torch.Tensor) -> torch.Tensor:
@@ -205,10 +204,43 @@ class EMA:
             self.inside = False
             self._swap()
 
+    def _each(self, change: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        """change(average, weights) of all of this rank's share."""
+
+        def run() -> None:
+            for mine, live in self._pairs():
+                change(mine, live)
+
+        self._on_disk(run)
+
+    def _on_disk(self, part: Callable[[], None]) -> None:
+        """`part` goes through the weights. What the disk of some rank breaks off is an error on all, and what has been
+        changed in part comes from a checkpoint. Collective, where something lies on disk."""
+        engine = self.engine
+        if not engine.plan.updates_on_disk:
+            part()
+            return
+        failure: DiskError | None = None
+        try:
+            part()
+        except DiskError as exc:
+            failure = exc
+        try:
+            together(engine.everyone, failure)
+        except DeepcError as exc:
+            if engine.averages.get(self.label) is self:
+                why = f"average '{self.label}' (in applied() the weights as well) is changed in part ({exc})"
+                engine.left_in_part(f"{why}: load a checkpoint, or make the engine anew.", True)
+            raise
+
     @torch.no_grad()
     def _swap(self) -> None:
+        self.engine.group.barrier()  # nobody reads the old values any more
+        self._on_disk(self._exchange)
+        self._on_disk(self.engine.publish)
+
+    def _exchange(self) -> None:
         engine, state = self.engine, self.engine.state
-        engine.group.barrier()  # nobody reads the old values any more
         for mine, live in self._pairs(writes=True):
             for a, b in zip(mine.split(_CHUNK), live.split(_CHUNK)):
                 kept = a.clone()
@@ -221,7 +253,6 @@ class EMA:
                     Window(state.master, shard, n).copy_to(copy)
             elif (copy := state.host_copy(flat, n)) is not None:
                 state.flat[flat : flat + n].copy_(copy)
-        engine.publish()
 
     # ---- a model of its own ------------------------------------------------------------------------------------------
     @property
