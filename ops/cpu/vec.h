@@ -278,11 +278,6 @@ DC_INLINE vf v_raise(vf top, vf a) { return _mm512_max_ps(a, top); }
 #if defined(__AVX512BF16__)
 /* acc[j] += the two products of the bf16 pairs in a[j] and b[j], the upper one first; denormals count as zero. */
 DC_INLINE vf v_dot_pairs(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-/* bf16 pairs: even in the lower halves, odd in the upper ones; NaN stays one, denormals become zero. */
-DC_INLINE vi v_pair_bf16(vf even, vf odd) {
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
-}
 /* 2^t within 3e-6 of itself for t <= 1, where the result is to be a bf16: 2^n p(r), n the next integer and p of degree
  * 4, fitted as that of ref/exp.h. 0 far below; NaN stays NaN. */
 DC_INLINE vf v_exp2_low(vf t) {

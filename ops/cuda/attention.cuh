@@ -24,7 +24,6 @@ enum { ATT_AHEAD = 2 * ATT_THREADS }; // runs that are looked at together
 enum { ATT_NONE = 1 << 30 }; // the first row of no run: behind the last of every array
 enum { ATT_SUMS = 128, ATT_P_PITCH = ATT_TILE + 4 }; // columns of a result at most, in a unit; see AttPlan
 #define ATT_LOG2E 1.44269504088896341f
-#define ATT_LN2 0.69314718055994531f
 #define ATT_LOWEST (-268435456.0f) // -2^28 and 2^30: see ref/attention.h
 #define ATT_HIGHEST 1073741824.0f
 
