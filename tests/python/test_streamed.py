@@ -82,9 +82,17 @@ class Odd(nn.Module):
         if kind == "tied across":
             self.experts[2].down.weight = self.experts[0].down.weight
             self.out.weight = self.inp.weight
+        if kind == "members under vmap":
+            self.members = nn.ParameterDict({"w": nn.Parameter(torch.randn(3, width, width) * 0.1)})
+        if kind == "traced":
+            self.traced = torch.jit.trace(Expert(width), torch.zeros(4, width))
 
     def _use(self, x):
         kind = self.kind
+        if kind == "members under vmap":
+            x = x + torch.vmap(lambda w: F.linear(x, w))(self.members["w"]).sum(0)
+        if kind == "traced":
+            x = x + self.traced(x)
         if kind == "rank-dependent":
             x = x + self.experts[self.rank](x)
             return x + self.experts[3](x) if self.rank else x
@@ -134,6 +142,8 @@ ODD = [
     "recompute a lambda",
     "two losses",
     "evaluated between",
+    "members under vmap",
+    "traced",
 ]
 
 
@@ -365,10 +375,13 @@ def test_units():
     from deepc.plan.units import cut
     from deepc.zero.streamed.units import tree_of
 
+    def units_of(model):
+        tree, modules = tree_of(model)
+        made = cut(tree, {id(p): p.numel() for p in model.parameters()})
+        return made, modules, {modules[node]: used for node, used in made.needs.items()}
+
     model = Odd("tied across")
-    tree, modules = tree_of(model)
-    made = cut(tree, {id(p): p.numel() for p in model.parameters()})
-    needs = {modules[node]: used for node, used in made.needs.items()}
+    made, modules, needs = units_of(model)
     names = [u.name for u in made.units]
     assert names[0] == "(root)" and {f"experts.{i}" for i in range(4)} <= set(names)
     assert sum(len(u.params) for u in made.units) == len(list(model.parameters()))
@@ -376,6 +389,25 @@ def test_units():
     first = names.index("experts.0")
     assert needs[model.experts[2].down] == [first], "a tied parameter's unit is used by the module that has it as well"
     assert model.out in needs
+    for kind in ("members under vmap", "traced"):  # nothing sees the use of such parameters but their parent's hooks
+        odd = Odd(kind)
+        made, _, needs = units_of(odd)
+        mine = {id(p) for n, p in odd.named_parameters() if n.startswith(("members", "traced", "scale"))}
+        of_call = [p for m in (odd, getattr(odd, "traced", odd)) for i in needs[m] for p in made.units[i].params]
+        assert mine <= set(of_call), kind
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_modules_without_hooks_are_told(root):
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    scripted, config = torch.jit.script(nn.Linear(8, 8)), tiny.config(3, micro=4)
+    with (
+        streamed(),
+        pytest.raises(UnsupportedError, match="the model is of torch" if root else r"'1'.*torch\.jit\.script"),
+    ):
+        deepc.initialize(model=scripted if root else nn.Sequential(nn.Linear(8, 8), scripted), config=config)
 
 
 # ---- touches ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import torch
 from ...core.foreign import private
 from ...core.ops import casts
 from ...core.telemetry import waits
-from ...errors import DiskError, ReleasedParameterError
+from ...errors import DiskError, ReleasedParameterError, UnsupportedError
 from ...plan.layout import keeps_bytes
 from ...plan.order import Order, order_of
 from ...plan.units import Node, cut
@@ -687,16 +687,33 @@ class StreamedUnits:
 
 
 def tree_of(model: torch.nn.Module) -> tuple[Node, dict[Node, torch.nn.Module]]:
-    """The model as plan/units.py takes it, and the module of every node."""
+    """The model as plan/units.py takes it, and the module of every node. Parameters whose own module no hook sees the
+    use of are their parent's: those in a ParameterList or ParameterDict, and those below a traced module."""
     nodes: dict[torch.nn.Module, Node] = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule) and any(True for _ in module.parameters()):
+            raise UnsupportedError(
+                f"{repr(name) if name else 'the model'} is of torch.jit.script, whose modules take no hooks: at ZeRO"
+                " stage 3 in streamed mode its parameters can't come and go. Leave the module as it was"
+                " (engine.compile() makes it fast), or use stage 2"
+            )
         listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
         sequence = isinstance(module, torch.nn.Sequential) or getattr(module, "calls_in_turn", False)
-        own = [id(p) for p in module._parameters.values() if p is not None]
-        nodes[module] = Node("list" if listed else "sequence" if sequence else "call", own)
+        nodes[module] = Node("list" if listed else "sequence" if sequence else "call", [id(p) for p in _own(module)])
     for module, node in nodes.items():
-        node.children = [(name, nodes[child]) for name, child in module._modules.items() if child is not None]
+        if not isinstance(module, torch.jit.ScriptModule):
+            node.children = [(name, nodes[child]) for name, child in module._modules.items() if child is not None]
     return nodes[model], {node: module for module, node in nodes.items()}
+
+
+def _own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return list(module.parameters())
+    own = [p for p in module._parameters.values() if p is not None]
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        held = (m for m in module._modules.values() if isinstance(m, (torch.nn.ParameterList, torch.nn.ParameterDict)))
+        own += [p for m in held for p in _own(m)]
+    return own
 
 
 def _outside_of_graphs(fn: Callable[..., None]) -> Callable[..., None]:
