@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import warnings
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -658,8 +660,9 @@ def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
     [
         ("AdamW", "lr", float("nan"), "lr of param group 0 is nan, which must be finite"),
         ("AdamW", "betas", (1.2, 0.99), r"betas\[0\] of param group 0 is 1.2, which must be in \[0, 1\)"),
-        ("AdamW", "amsgrad", True, "param group 0 has asked for another state"),
-        ("SGD", "momentum", 0.9, "param group 0 has asked for another state"),
+        ("AdamW", "amsgrad", True, "param group 0 has asked for other states"),
+        ("SGD", "momentum", 0.9, "param group 0 has asked for other states"),
+        ("Muon", "use_muon", False, "param group 0 has asked for other states"),
     ],
 )
 def test_a_number_that_no_step_can_be_made_with_counts_no_step(kind, key, value, text):
@@ -685,6 +688,46 @@ def test_a_number_that_no_step_can_be_made_with_counts_no_step(kind, key, value,
         found.append([engine.full_fp32_param(p).clone() for p in model.parameters()])
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+# optimizer, its arguments, what is set in flight
+SETTINGS = [
+    ("AdamW", {"amsgrad": True, "betas": (0.9, 0.1)}, {"amsgrad": False}),
+    ("AdamW", {"amsgrad": True}, {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}),
+    ("Adam", {}, {"weight_decay": 0.3, "decoupled_weight_decay": True}),
+    ("SGD", {"momentum": 0.9}, {"momentum": 0.0}),
+    ("SGD", {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.3, "maximize": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}, {"nesterov": False, "dampening": 0.5}),
+    ("Adagrad", {}, {"lr_decay": 0.2, "eps": 1e-3, "weight_decay": 0.3, "maximize": True}),
+    ("Adafactor", {}, {"d": 2.0, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "weight_decay": 0.3, "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "change"), SETTINGS)
+def test_what_is_set_of_a_param_group_in_flight_acts(name, options, change):
+    """At steps 2 and 3 of 6, as torch's own optimizer has it."""
+    import deepc
+
+    model = tiny.make_model()
+    plain = copy.deepcopy(model)
+    made, torchs = (
+        getattr(m, name)(n.parameters(), **options) for m, n in ((deepc.optim, model), (torch.optim, plain))
+    )
+    engine, *_ = deepc.initialize(model=model, optimizer=made, config=tiny.config(1, micro=8, optimizer=None, clip=0.0))
+    for step in range(6):
+        for opt in (made, torchs):
+            opt.param_groups[0].update(change if 2 <= step < 4 else {k: opt.defaults[k] for k in change})
+        x, y = tiny.make_batch(step)
+        engine.backward(engine(x, y))
+        engine.step()
+        torchs.zero_grad()
+        plain(x, y).backward()
+        torchs.step()
+    for (n, p), want in zip(model.named_parameters(), plain.parameters()):
+        np.testing.assert_allclose(
+            engine.full_fp32_param(p).numpy(), want.detach().numpy(), rtol=2e-4, atol=2e-6, err_msg=n
+        )
+    engine.destroy()
 
 
 def test_a_step_of_ones_own_is_made():

@@ -352,6 +352,51 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
         assert all(torch.equal(w, more_ranks[3][0][n]) for n, w in more_ranks[0][0].items())
 
 
+def _from_rate_zero(rank, world, folder, goes_on):
+    """0/1 Adam with steps of a learning rate of 0 after the freeze, of which step 6 is the last; `goes_on`: from a
+    checkpoint after step 5. The weights at the end, and the momenta at the checkpoint."""
+    import deepc
+    from tiny import make_batch, make_model
+
+    engine, *_ = deepc.initialize(model=make_model(), config=cfg("ZeroOneAdam", micro=4, options=LOCAL))
+    if goes_on:
+        engine.load_checkpoint(folder)
+    momenta = []
+    for step in range(engine.global_steps, 9):
+        if step == 5:
+            momenta = [item.states["exp_avg"].clone() for item in engine.optimizer.base.method.items]
+            if not goes_on:
+                engine.save_checkpoint(folder)
+        engine.optimizer.param_groups[0]["lr"] = 0.0 if 3 <= step < 6 else 2e-3
+        x, y = (t[rank * 4 : (rank + 1) * 4] for t in make_batch(step % 3, 8))
+        engine.backward(engine(x, y))
+        engine.step()
+    weights = [engine.full_fp32_param(p).clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return weights, momenta
+
+
+def test_a_checkpoint_has_the_momentum_of_steps_with_a_rate_of_zero(tmp_path):
+    """Nothing has moved, so that the ranks' momenta stay apart until they meet with a rate."""
+    whole = run_ranks(_from_rate_zero, 2, args=(str(tmp_path), False))
+    again = run_ranks(_from_rate_zero, 2, args=(str(tmp_path), True))
+    assert not torch.equal(whole[0][1][0], whole[1][1][0])
+    for a, b in zip(whole, again):
+        assert all(torch.equal(x, y) for k in (0, 1) for x, y in zip(a[k], b[k]))
+
+
+def test_whether_gradients_are_compressed_is_settled_at_the_first_step():
+    from deepc.errors import ArgumentError
+
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 12))
+    p.grad = torch.ones(12)
+    opt = make("OneBitAdam", [{"params": [p], "non_freeze": True}])
+    opt.step()
+    opt.param_groups[0]["non_freeze"] = False
+    with pytest.raises(ArgumentError, match=r"non_freeze of a param group .*shape \(12,\)\) is False now"):
+        opt.step()
+
+
 def test_a_checkpoint_of_other_ratios_after_the_freeze_is_refused():
     from deepc.errors import ArgumentError
     from deepc.optim import OneBitLamb

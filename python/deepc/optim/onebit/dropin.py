@@ -137,6 +137,20 @@ class OneBitOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def check_groups(self) -> None:
+        """ArgumentError if a param group's non_freeze is not what it was when the buffer was laid out: its parameters
+        would be stepped with a momentum that does not travel."""
+        if self.method is None:
+            return
+        sent = {id(item) for item in self.method.sent}
+        for item in self.method.items:
+            if bool(item.group.get("non_freeze")) == (id(item) in sent):
+                raise ArgumentError(
+                    f"{type(self).__name__}: non_freeze of a param group (of parameters of shape {tuple(item.shape)})"
+                    f" is {item.group.get('non_freeze')!r} now, and was another when the buffer that the ranks exchange"
+                    " was laid out: set it before the first step, or before deepc.initialize"
+                )
+
     def _gradient(self, p: torch.Tensor) -> torch.Tensor:
         if p.grad is None:
             return torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
@@ -148,6 +162,7 @@ class OneBitOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters. Collective. `closure` re-evaluates the model and returns the loss."""
         loss, method = loss_of(closure), self._made()
+        self.check_groups()
         for p, item in zip(self._params, method.items):
             item.out = not p.requires_grad and p.grad is None
             item.grad = None if item.out else self._gradient(p)

@@ -35,6 +35,7 @@ class ZeroOneAdamMethod(Method):
         self.var_interval, self.var_counter = 1, 0
         self.local_interval, self.local_counter = 1, 0
         self.lrs = [0.0] * self.wholes  # of each parameter, since the ranks were last equal
+        self._apart: set[int] = set()  # parameters whose momentum has gradients of this rank's own
         self._anchors: dict[int, torch.Tensor] = {}  # item -> its parameter when they were
 
     @property
@@ -86,6 +87,7 @@ class ZeroOneAdamMethod(Method):
         begin = {k for k in self.moving() if not self.lrs[k]}
         for k, item in self.moving().items():
             self.lrs[k] += float(item.group["lr"])
+            self._apart.add(k)
         for i, item in items:
             if self.of[i] in begin:
                 if self._anchors.get(i) is None:
@@ -109,7 +111,9 @@ class ZeroOneAdamMethod(Method):
         item.states["momentum_accumulator"].add_(update, alpha=-lr)
 
     def _meet(self) -> None:
-        """All ranks go on from where they last were equal, by the mean of what they have moved since."""
+        """All ranks go on from where they last were equal, by the mean of what they have moved since. What was stepped
+        with a learning rate of 0 alone has not moved, which says nothing of its momentum (a mean of the steps' momenta
+        by their rates: 0 / 0), and keeps each rank's own: it counts from the first step with a rate on."""
         if not any(self.lrs):
             return
         moved = self._moved()
@@ -126,6 +130,7 @@ class ZeroOneAdamMethod(Method):
             torch.mul(mean, -1.0 / lrs, out=item.states["exp_avg"])
             torch.addcdiv(self._anchors[i], mean, root_of(item), out=item.param)
             mean.zero_()
+        self._apart = {k for k in self._apart if not self.lrs[k]}
         self.lrs = [0.0] * self.wholes
 
     def _moved(self) -> list[tuple[int, Item]]:
@@ -137,16 +142,20 @@ class ZeroOneAdamMethod(Method):
         for i, item in self._moved():
             yield "param", item, item.param
             yield "anchor", item, self._anchors[i]
-            for name in ("exp_avg", "momentum_accumulator"):
-                yield name, item, item.states[name]
+            yield "momentum_accumulator", item, item.states["momentum_accumulator"]
+        for i, item in enumerate(self.items):
+            if self.of[i] in self._apart and item.param.numel():
+                yield "exp_avg", item, item.states["exp_avg"]
 
     def numbers(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in _COUNTS}, "lrs": list(self.lrs), **self.frame()}
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "lrs": list(self.lrs), "apart": sorted(self._apart), **self.frame()}
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         for name in _COUNTS:
             setattr(self, name, int(saved[name]))
         self.lrs = list(map(float, saved["lrs"]))
+        self._apart = set(saved.get("apart", (k for k, lr in enumerate(self.lrs) if lr)))  # 0.1.x had none
         for i, item in self._moved():
             if i not in self._anchors:
                 self._anchors[i] = item.param.clone()

@@ -76,6 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rule = core_rule(base)
         self.core = self.rule is not None
         self._keeping = self._states_kept()
+        self._most = self._keeping  # that groups may ask for
         self._state: ModelState  # from attach on
         self._counts = StepCounts()
         # One of these makes the steps: of the core's rules that look at more than a shard (and keep their states), of
@@ -274,7 +275,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ": states are laid out once, so that what was added is not trained and what was taken out still is. Put"
                 " them back; freeze parameters by requires_grad_(False), and pass all groups to initialize"
             )
-        for i, (g, kept) in enumerate(zip(self.param_groups, self._keeping)):
+        if isinstance(self.base, OneBitOptimizer):
+            self.base.check_groups()
+        for i, (g, most) in enumerate(zip(self.param_groups, self._most)):
             sgd = self._core.kind == SGD_RULE
             names = {"beta1": "momentum", "beta2": "dampening"} if sgd else {"beta1": "betas[0]", "beta2": "betas[1]"}
             for name, value in self._core.scalars(g, 1)._asdict().items():
@@ -285,10 +288,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"engine.step(): {names.get(name, name)} of param group {i} is {value}, which must be {bound}."
                         " Set it (an LR schedule may have set this), and call step() again: nothing was stepped"
                     )
-            if self._core.keeps(g) > kept:
+            keeps = self._core.keeps(g)
+            if keeps > most or (keeps != most and self._core.kind in ACROSS):
                 raise ArgumentError(
-                    f"engine.step(): param group {i} has asked for another state since the engine was made (momentum or"
-                    " amsgrad); set that before deepc.initialize"
+                    f"engine.step(): param group {i} has asked for other states since the engine was made (momentum,"
+                    " amsgrad or use_muon); set that before deepc.initialize"
                 )
 
     def _arrange(self) -> None:
@@ -414,6 +418,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._twin.update(grad_scale, self.param_groups, self._left_out)
             self._counts.begin(self._left_out)
             return
+        if self._keeping != self._states_kept():  # a group leaves out a state from here on, or uses it again: amsgrad
+            self._arrange()
         self._untouched = False
         self._counts.begin(self._left_out)
         try:
@@ -593,6 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._twin.load_scalars(saved, scalars)
             return
         self._counts.load(saved["step"], {i: int(v) for name, i, v in scalars if name == "step"})
+        self._most = [max(both) for both in zip(self._most, self._states_kept())]
         self._arrange()
 
     def state_dict(self) -> dict[str, Any]:
