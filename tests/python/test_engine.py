@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from ranks import RankFailure
 from ranks import run_ranks as _run_ranks
 
 STEPS = 20
@@ -772,6 +773,120 @@ class _Raises(torch.optim.Optimizer):
                 state = self.state[p]
                 state["step"] = state.get("step", 0) + 1
                 p.sub_(p.grad, alpha=group["lr"])
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., arXiv:2405.15682): gradients are taken at y, and eval() makes x of it."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
+
+    @torch.no_grad()
+    def _to(self, weight, train):
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != train else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight(group["beta"]))
+            group["train_mode"] = train
+
+    def eval(self):
+        self._to(lambda beta: 1 - 1 / beta, False)
+
+    def train(self):
+        self._to(lambda beta: 1 - beta, True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                x = p.lerp(z, 1 - 1 / group["beta"])
+                z.sub_(p.grad, alpha=group["lr"])
+                p.copy_(x.lerp_(z, 1 / group["k"]).lerp_(z, 1 - group["beta"]))
+
+
+class _Estimates(torch.optim.Optimizer):
+    """Its step is as long as what it keeps of all gradients, as Prodigy's and D-Adaptation's."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "d": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] += sum(p.grad.double().square().sum().item() for p in group["params"])
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["d"] ** 0.5)
+
+
+def _own_optimizer(rank, world, kind, stage, precision):
+    """What the parameters are after two steps, after eval(), and after train() and another step."""
+    import deepc
+
+    model = tiny.make_model()
+    base = kind(model.parameters())
+    more = dict(clip=0.0, optimizer=None, zero_allow_untested_optimizer=True, precision=precision)
+    engine, *_ = deepc.initialize(model=model, optimizer=base, config=tiny.config(stage, micro=8 // world, **more))
+    found = []
+    for number in range(3):
+        x, y = (t[rank * 8 // world : (rank + 1) * 8 // world] for t in tiny.make_batch(number, 8))
+        engine.backward(engine(x, y))
+        engine.step()
+        if number == 1 and kind is _ScheduleFree:
+            found.append([engine.full_fp32_param(p).clone() for p in model.parameters()])
+            engine.optimizer.eval()
+            base.eval()  # which it is
+            with deepc.zero.GatheredParameters(list(model.parameters())):
+                found.append([p.detach().float().clone() for p in model.parameters()])
+            base.train()
+    found.append([engine.full_fp32_param(p).clone() for p in model.parameters()])
+    engine.destroy()
+    if kind is _ScheduleFree:
+        base.eval()  # nobody's any more
+        assert not base.param_groups[0]["train_mode"]
+    return found
+
+
+def _by_itself(kind):
+    model = tiny.make_model()
+    opt = kind(model.parameters())
+    found = []
+    for number in range(3):
+        opt.zero_grad()
+        model(*tiny.make_batch(number, 8)).backward()
+        opt.step()
+        if number == 1 and kind is _ScheduleFree:
+            found.append([p.detach().clone() for p in model.parameters()])
+            opt.eval()
+            found.append([p.detach().clone() for p in model.parameters()])
+            opt.train()
+    return [*found, [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision"),
+    [
+        (_ScheduleFree, 0, "fp32"),
+        (_ScheduleFree, 3, "bf16"),
+        pytest.param(_ScheduleFree, 2, "bf16", marks=pytest.mark.full),
+        pytest.param(_ScheduleFree, 3, "fp32", marks=pytest.mark.full),
+        (_Estimates, 0, "fp32"),
+    ],
+)
+def test_optimizers_that_keep_numbers_in_groups_and_have_modes(kind, stage, precision):
+    """Of one with modes, train() and eval() reach the model, at every stage."""
+    close = dict(rtol=1e-5, atol=1e-6) if precision == "fp32" else dict(rtol=2e-2, atol=4e-3)
+    for found in run_ranks(_own_optimizer, 2, kind, stage, precision):
+        for got, want in zip(found, _by_itself(kind), strict=True):
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, **close)
+
+
+def test_an_optimizer_that_sums_over_parameters_is_told_at_stage_1():
+    with pytest.raises(RankFailure, match=r"_Estimates steps each rank's .*: d of param group 0 .* use zero_optim.*0"):
+        run_ranks(_own_optimizer, 2, _Estimates, 1, "fp32")
 
 
 def test_a_step_that_raised_part_way_is_not_made_again(tmp_path):

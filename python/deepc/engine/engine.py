@@ -53,6 +53,7 @@ class Engine(EngineBase):
         self._undo = assembly.assemble(self, model, config, watchers, assembly.Given(**given))
         self.hooks.passed = self._pass_ended
         self.optimizer.dropped = self._dropped_by_optimizer
+        self.optimizer.around_change = self._change_parameters
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
@@ -409,6 +410,16 @@ class Engine(EngineBase):
         inside = self._last.reason == "accumulating" or self.broken_step or self.parked is not None
         if collected and not inside and not self.hooks.broken and not self.destroyed:
             self._drop_gradients(False)
+
+    @torch.no_grad()
+    def _change_parameters(self, change: Callable[[], None]) -> None:
+        """What an optimizer makes of its shards in no step. Collective."""
+        self.require_whole_step()
+        self.guard.refuse_writes()
+        self.guard.take_in_writes()
+        self.group.barrier()  # nobody reads the old values any more
+        change()
+        self.publish()
 
     def restart_step(self) -> None:
         """The same on every rank, and the next micro-batch is the step's first one: after a backward that raised in the

@@ -133,8 +133,17 @@ class EqualSteps:
         self._alike = True
         frozen = [n for n, p in zip(self._state.names, self._state.trained) if not p.requires_grad]
         rows = [*_rows(self._optimizer, self._config), ("what is frozen", ", ".join(frozen) or "nothing")]
+        found = self._ranks.difference(rows)
+        if any(found.startswith(f"{key} of param group {i} ") for i, key in self._optimizer.written):
+            name = type(self._optimizer.base).__name__
+            raise ArgumentError(
+                f"engine.step(): {name} steps each rank's part of the weights with other numbers: {found}, which its"
+                f" last step has made of the part alone. What {name} sums up over whole parameters does not lie in"
+                " shards: use zero_optimization.stage 0, where every rank has all of them, or an optimizer that takes"
+                " each element alone"
+            )
         raise ArgumentError(
-            f"engine.step(): the ranks would make different steps: {self._ranks.difference(rows)}. Each rank steps its"
+            f"engine.step(): the ranks would make different steps: {found}. Each rank steps its"
             " part of the weights, so set it alike on all ranks (an LR schedule that follows a loss takes the mean over"
             " the ranks) and call step() again: nothing was stepped"
         )

@@ -38,6 +38,7 @@ class TwinUpdate:
         self._state, self._name, self._sender = state, type(base).__name__, sender
         self._whole = state.plan.own_all and not shares
         self.unchanged = True  # whether an update that raised has left all as it was
+        self.written: set[tuple[int, str]] = set()  # (param group, key): what its steps have set there
         groups: list[list[torch.nn.Parameter]] = [[] for _ in base.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         self._grads: list[torch.Tensor] = []  # what is accumulated of each
@@ -68,8 +69,7 @@ class TwinUpdate:
         st = self._state
         if grad_scale != 1.0:
             torch.ops.deepc.scale_tensor(st.acc, grad_scale)
-        for mine, twin in zip(groups, self._twin.param_groups):
-            twin.update({k: v for k, v in mine.items() if k != "params"})
+        self._tell(groups)
         # An optimizer may have put another tensor in the place of a gradient, or none.
         for (s, shard), grad in zip(self._shards, self._grads):
             shard.grad = None if s.param in left_out else grad
@@ -81,8 +81,26 @@ class TwinUpdate:
             if grad_scale != 1.0:
                 torch.ops.deepc.scale_tensor(st.acc, 1.0 / grad_scale)
             raise
-        for mine, twin in zip(groups, self._twin.param_groups):  # some keep states there: Prodigy its `d`
-            mine.update({k: v for k, v in twin.items() if k != "params"})
+        self._take(groups)
+
+    def change(self, method: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Calls a method of the optimizer that changes parameters, by its name."""
+        self._tell(groups)
+        getattr(self._twin, method)()
+        self._take(groups)
+
+    def _tell(self, groups: Sequence[dict[str, Any]]) -> None:
+        for mine, twin in zip(groups, self._twin.param_groups):
+            twin.update({k: v for k, v in mine.items() if k != "params"})
+
+    def _take(self, groups: Sequence[dict[str, Any]]) -> None:
+        """What the optimizer has made of the groups and the shards."""
+        st = self._state
+        for i, (mine, twin) in enumerate(zip(groups, self._twin.param_groups)):
+            for k, v in twin.items():
+                if k != "params" and (k not in mine or mine[k] is not v):  # some keep states there: Prodigy its `d`
+                    self.written.add((i, k))
+                    mine[k] = v
         for (s, shard), grad in zip(self._shards, self._grads):
             piece = st.piece(s)
             if shard.data_ptr() != piece.data_ptr():  # `p.data = ...`

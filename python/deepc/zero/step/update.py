@@ -7,9 +7,11 @@ Those that optim/rules.py names run in C, element by element (elements.py) or wi
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -89,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._parked: dict[str, Array] | None = None  # `states` that are in host memory for a while
         self.dropped: Callable[[], None] = lambda: None  # what zero_grad does with gradients that the engine has
+        self.around_change: Callable[[Callable[[], None]], None]  # the engine's, of a change of parameters in no step
         self._untouched = True  # by the core's update that was begun last
         self.overflow = False
         self.loss_scale = 1.0
@@ -194,6 +197,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._attach_core()
         else:
             self._twin = TwinUpdate(state, self.base, group_of, sharers is not None, self._sender)
+            self._take_modes()
+
+    def _take_modes(self) -> None:
+        """Schedule-free optimizers' train() and eval() change the parameters: those of `base`, and this one's, are made
+        of the shards."""
+        here = weakref.ref(self)
+        for mode in ("train", "eval"):
+            if callable(getattr(type(self.base), mode, None)):
+                change = functools.partial(_change_mode, here, self.base, mode)
+                for one in (self, self.base):
+                    setattr(one, mode, change)
 
     def _tell_of_states(self) -> None:
         """What `base` has kept of steps of its own is not where the engine's states are."""
@@ -466,6 +480,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._across.forget()
         Passes(self._state).forget()
 
+    @property
+    def written(self) -> Collection[tuple[int, str]]:
+        """(param group, key) of what a torch optimizer's steps have set there."""
+        return () if self._twin is None else self._twin.written
+
+    def change_mode(self, mode: str) -> None:
+        """`base`'s train() or eval(), of all ranks. Collective where it changes anything."""
+        if self._twin is None or all(g.get("train_mode") is (mode == "train") for g in self.param_groups):
+            return
+        self._require_here()
+        self.around_change(functools.partial(self._twin.change, mode, self.param_groups))
+
     # ---- what users call ---------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
         raise UnsupportedError(
@@ -709,6 +735,14 @@ def _refuse_load(base: torch.optim.Optimizer, state_dict: Any) -> None:
             f"{_name(base)}.load_state_dict would change nothing: states are the engine's. Use engine.load_checkpoint,"
             " engine.optimizer.load_state_dict, or deepc.view(p).state"
         )
+
+
+def _change_mode(here: weakref.ref[ShardedOptimizer], base: torch.optim.Optimizer, mode: str) -> None:
+    sharded = here()
+    if sharded is not None and _trains(base):
+        sharded.change_mode(mode)
+    else:
+        getattr(type(base), mode)(base)
 
 
 def _trains(base: torch.optim.Optimizer) -> bool:
