@@ -268,6 +268,60 @@ def test_a_reference_model_and_generation_without_hooks_at_stage_3():
         assert "zero_optimization.stage3_prefetch_bucket_size" in inert and moved
 
 
+def _merged_for_a_while(rank: int, world: int, streamed: str) -> list[str]:
+    """As peft merges adapters into the weights and takes them out again around a generation (TRL's GRPO): each rank
+    writes `.data` of parameters that are gathered to be read. Last, merge_and_unload. Lines of the log."""
+    os.environ["DEEPC_STREAMED"] = streamed
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    model = tiny.make_model()
+    model.pos.weight.requires_grad_(False)
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "train_micro_batch_size_per_gpu": MICRO}
+    engine, *_ = deepspeed.initialize(model=model, config={**adam, "zero_optimization": {"stage": 3}})
+    params, (x, y) = list(model.parameters()), tiny.make_batch(rank, MICRO)
+    for merged in (0.5, 0.5, 3.0):
+        with deepspeed.zero.GatheredParameters(params):
+            before = [p.detach().clone() for p in params]
+            for p in params:
+                p.data += merged
+            with deepspeed.zero.GatheredParameters(params[:1]):
+                assert params[0].data.eq(before[0] + merged).all()
+            assert all(torch.equal(p, b + merged) for p, b in zip(params, before))
+            with torch.no_grad():
+                model(x, y)
+            for p in params if merged < 1 else ():
+                p.data = p.data - merged
+        with deepspeed.zero.GatheredParameters(params):
+            assert all(torch.equal(p, b) for p, b in zip(params, before))
+        with deepspeed.zero.GatheredParameters(params):
+            with deepspeed.zero.GatheredParameters(params[:1], modifier_rank=0):
+                params[0].data.mul_(0.5)  # counts
+        with deepspeed.zero.GatheredParameters(params):
+            assert torch.equal(params[0], before[0] * 0.5)
+        engine.backward(engine(x, y))
+        engine.step()
+    with contextlib.suppress(KeyError):
+        with deepspeed.zero.GatheredParameters(params):
+            params[1].data.mul_(2)
+            raise KeyError
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.destroy()
+    logging.getLogger("deepc").removeHandler(handler)
+    return [line for line in lines if "GatheredParameters" in line]
+
+
+@pytest.mark.parametrize("streamed", "01")
+def test_weights_that_are_merged_for_a_while_are_each_ranks_own(streamed):
+    for lines in run_ranks(_merged_for_a_while, WORLD, args=(streamed,), fresh=True):
+        assert len(lines) == 1 and "is dropped at the end, as in DeepSpeed" in lines[0]
+
+
 class _Head(torch.autograd.Function):
     """As TRL's chunked log-probabilities: the head's weight is read without a call of the head, and in backward from
     what was saved of it, both in a context that gathers what is not there."""

@@ -210,9 +210,9 @@ MODULES: dict[str, str] = {
     "runtime.zero": (
         """
         deepc.zero.init: Init
-        deepc.zero.parameters.gathered: GatheredParameters register_external_parameter unregister_external_parameter
+        deepc.zero.parameters.gathered: register_external_parameter unregister_external_parameter
         deepc.compat.runtime.parameters: ZeroParamStatus
-        deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
+        deepc.compat.runtime.zero: GatheredParameters ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
         """
     ),
     "runtime.zero.config": (
@@ -230,9 +230,9 @@ MODULES: dict[str, str] = {
     "runtime.zero.partition_parameters": (
         """
         deepc.zero.init: Init
-        deepc.zero.parameters.gathered: GatheredParameters register_external_parameter unregister_external_parameter
+        deepc.zero.parameters.gathered: register_external_parameter unregister_external_parameter
         deepc.compat.runtime.parameters: ZeroParamStatus
-        deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
+        deepc.compat.runtime.zero: GatheredParameters ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
             _orig_torch_tensor _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn
         deepc.compat.helpers.devices.accelerator: get_accelerator
         deepc.compat.helpers.utils: see_memory_usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core import env
 from ...errors import ArgumentError, DiskError, StrayWriteError
-from .param import share, unshare
+from .param import is_lent, lend, share, take_back, unshare
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ...comm.groups import Group
 
 Params = Sequence[torch.nn.Parameter]
+logger = logging.getLogger("deepc")
 
 
 class Whole:
@@ -294,6 +296,10 @@ class GatheredParameters:
     them. fwd_module: the parameters become external parameters of it. Parameters
     that are neither are left alone. Contexts that write may not overlap in parameters."""
 
+    private_data = False
+    """Whether, without a modifier_rank, `.data` inside is a copy of each rank's own, whose writes end with the
+    context."""
+
     def __init__(
         self,
         params: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | None],
@@ -330,7 +336,7 @@ class GatheredParameters:
                 by_holder.setdefault(id(holder), (holder, []))[1].append(p)
         with contextlib.ExitStack() as stack:  # if one can't be opened, those before it are closed
             for holder, params in by_holder.values():
-                stack.enter_context(_Opened(holder, params, self._modifier))
+                stack.enter_context(_Opened(holder, params, self._modifier, self.private_data))
             self._open.append(stack.pop_all())
 
     def __exit__(
@@ -344,8 +350,9 @@ class _Opened:
 
     _writing: set[int] = set()  # id(parameter) of all contexts that write now, which hold theirs
 
-    def __init__(self, holder: Holder, params: list[torch.nn.Parameter], writer: int | None) -> None:
+    def __init__(self, holder: Holder, params: list[torch.nn.Parameter], writer: int | None, private: bool) -> None:
         self._holder, self._params, self._writer = holder, params, writer
+        self._private, self._lent = private and writer is None, list[torch.nn.Parameter]()
 
     def __enter__(self) -> None:
         group = self._holder.group
@@ -357,14 +364,18 @@ class _Opened:
                     "GatheredParameters with a modifier_rank inside another one over the same parameter; close the"
                     " outer one first"
                 )
+            take_back(self._params)
         self._whole = self._holder.whole(self._params, self._writer)
         self._whole.begin()
+        if self._private:
+            self._lent = lend(p for p in self._params if id(p) not in _Opened._writing)
         if self._writer is not None:
             _Opened._writing.update(id(p) for p in self._params)
         self._versions = [p._version for p in self._params]
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self._writer is None:
+            _tell_of_lost(take_back(self._lent))
             self._whole.end()
             if kind is None:
                 self._raise_if_written()
@@ -376,7 +387,9 @@ class _Opened:
             self._raise_if_others_wrote(stray, self._writer)
 
     def _raise_if_written(self) -> None:
-        name = self._holder.written([p for p in self._params if id(p) not in _Opened._writing])
+        # those of a context around this one are looked at by that
+        mine = [p for p in self._params if id(p) not in _Opened._writing and not is_lent(p)]
+        name = self._holder.written(mine)
         if name is not None:
             raise StrayWriteError(
                 f"parameter {name} was written under GatheredParameters without modifier_rank (or before it), which"
@@ -393,3 +406,22 @@ class _Opened:
                     f"rank {rank}, but modifier_rank is {writer}: that write was dropped. Guard it by"
                     f" `if rank == {writer}:`"
                 )
+
+
+_told: set[str] = set()
+
+
+def _tell_of_lost(copies: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    """A line of the log, once a process, if a private copy had other values at the end, by more than what adapters that
+    were merged and unmerged leave of rounding."""
+    for p, private in copies if "lost" not in _told else ():
+        own = p.detach()
+        if own.shape != private.shape or bool((private - own).abs().amax() > own.abs().amax() / 64):
+            _told.add("lost")
+            logger.warning(
+                "a parameter of shape %s was written under GatheredParameters without modifier_rank: that was each"
+                " rank's own copy, and is dropped at the end, as in DeepSpeed. To keep it, pass modifier_rank=r, and"
+                " what rank r writes counts",
+                tuple(p.shape),
+            )
+            return

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,17 @@ class NodeParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self.detach()
+        if id(self) not in _lent:
+            return self.detach()
+        if _lent[id(self)] is None:
+            self.data = _data.__get__(self).clone()
+        private: torch.Tensor = _data.__get__(self)
+        return private
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if id(self) in _lent and _lent[id(self)] is None:
+            _lent[id(self)] = _data.__get__(self)
         _data.__set__(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation for its own
@@ -44,6 +51,32 @@ class NodeParameter(torch.nn.Parameter):
             )
         copy: torch.nn.Parameter = memo[id(self)]
         return copy
+
+
+# id(NodeParameter) -> its memory, since `.data` was asked for or set and it has a private copy; None: before that
+_lent: dict[int, torch.Tensor | None] = {}
+
+
+def lend(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """`.data` of these is a private copy until `take_back`, to read and to write. Those of them that were not lent
+    before."""
+    new = [p for p in params if id(p) not in _lent]
+    _lent.update((id(p), None) for p in new)
+    return new
+
+
+def is_lent(p: torch.nn.Parameter) -> bool:
+    return id(p) in _lent
+
+
+def take_back(params: Iterable[torch.nn.Parameter]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """They have their own memory again. (parameter, private copy) of those that had one."""
+    copies = []
+    for p in params:
+        if (memory := _lent.pop(id(p), None)) is not None:
+            copies.append((p, _data.__get__(p)))
+            _data.__set__(p, memory)
+    return copies
 
 
 def share(p: torch.nn.Parameter) -> None:

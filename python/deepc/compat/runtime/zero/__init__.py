@@ -1,4 +1,4 @@
-"""Names of deepspeed.zero beyond Init and GatheredParameters (deepc.zero has those)."""
+"""Names of deepspeed.zero beyond Init (deepc.zero has that)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....plan.predict.estimate import model_states_bytes
+from ....zero.parameters import gathered
 
 _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = (
     torch.tensor,
@@ -23,6 +24,13 @@ _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = (
     torch.eye,
     torch.randn,
 )
+
+
+class GatheredParameters(gathered.GatheredParameters):
+    """deepc's. DeepSpeed's gathers copies of each rank's own, and scripts write them for a while without a
+    modifier_rank: peft's merge_adapter and merge_and_unload do it through `.data`."""
+
+    private_data = True
 
 
 class ZeRORuntimeException(Exception):
