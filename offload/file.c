@@ -2,10 +2,10 @@
  *
  * A request (dc_io) is a vector of pieces that is cut into parts: whole blocks go through the descriptor with O_DIRECT,
  * from and to the caller's memory if that is aligned, else over a bounce buffer; the bytes before the first and behind
- * the last boundary go through a descriptor of the page cache. (The kernel keeps the two consistent: a part never
- * shares a page with a part of the other kind.) At most `depth` parts are on their way; the rest of a request waits in
- * the queue and is cut as parts come back. What the kernel moved short is asked for again, EINTR and EAGAIN as well,
- * TRIES times at most.
+ * the last boundary of pages go through a descriptor of the page cache. (The kernel keeps the two consistent: a part
+ * never shares a page with a part of the other kind.) At most `depth` parts are on their way; the rest of a request
+ * waits in the queue and is cut as parts come back. What the kernel moved short is asked for again, EINTR and EAGAIN as
+ * well, TRIES times at most.
  *
  * Owns the descriptors, the ring, parts and bounce buffers, all under `lock`. The ring is reaped without it, by one
  * thread at a time (`reaping`); the others sleep on `changed`. A child of fork() sees another epoch and touches
@@ -67,7 +67,7 @@ struct dc_file {
   int fd, direct_fd; /* through the page cache; past it or -1 */
   bool direct, writes;
   uint64_t epoch;
-  int64_t block;
+  int64_t block, page; /* page: of the page cache, 4, 16 or 64 KiB, and at least DC_DISK_ALIGN */
   int depth;
   dc__disk_ring *ring;
   char why_direct[128], why_fixed[160], why[512];
@@ -306,10 +306,10 @@ static enum cut file_cut(dc_file *f, dc_io *io, struct part *p) {
   p->op.fd = f->fd;
   if (io->what == DC__DISK_SYNC) {
     bytes = left; /* the one "byte" of a sync */
-  } else if (f->direct && !file_aligned(offset)) {
-    const int64_t edge = DC_DISK_ALIGN - offset % DC_DISK_ALIGN;
+  } else if (f->direct && offset % f->page) {
+    const int64_t edge = f->page - offset % f->page;
     if (edge < bytes) bytes = edge;
-  } else if (f->direct && bytes >= DC_DISK_ALIGN) {
+  } else if (f->direct && bytes >= f->page) {
     p->op.fd = f->direct_fd;
     if ((uintptr_t)data % DC_DISK_ALIGN) {
       if (!file_have_bounces(f, io)) return CUT_END;
@@ -317,7 +317,7 @@ static enum cut file_cut(dc_file *f, dc_io *io, struct part *p) {
       if (bytes > f->bounce_bytes) bytes = f->bounce_bytes;
       p->bounce = f->free_bounce[--f->free_bounces];
     }
-    bytes = bytes / DC_DISK_ALIGN * DC_DISK_ALIGN;
+    bytes = bytes / f->page * f->page;
   }
   p->io = io;
   p->tries = 0;
@@ -613,6 +613,7 @@ static int file_make(const dc_file_config *k, dc_file *f) {
                    DC_DISK_ALIGN);
   if (k->reserve_bytes < 0)
     return DC_FAIL(DC_E_INVALID, "%s: reserve_bytes is %lld", f->path, (long long)k->reserve_bytes);
+  f->page = sysconf(_SC_PAGESIZE) > DC_DISK_ALIGN ? sysconf(_SC_PAGESIZE) : DC_DISK_ALIGN;
   f->depth = (int)depth;
   f->bounce_bytes = f->block < BOUNCE_MOST ? f->block : BOUNCE_MOST;
   DC_TRY(file_open_fds(f, k->path, k->flags));

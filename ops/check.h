@@ -550,8 +550,8 @@ static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv
     if (sizes[k].value < 0 || sizes[k].value > sizes[k].most)
       return CHECK_FAIL(DC_E_INVALID, "%s = %lld; it must be from 0 to %lld", sizes[k].name, (long long)sizes[k].value,
                         (long long)sizes[k].most);
-  if (heads > 0 && (kv_heads < 1 || heads % kv_heads))
-    return CHECK_FAIL(DC_E_INVALID, "heads = %lld is no multiple of kv_heads = %lld", (long long)heads,
+  if (heads > 0 ? kv_heads < 1 || heads % kv_heads : kv_heads > 0) /* without a head nothing would write dk and dv */
+    return CHECK_FAIL(DC_E_INVALID, "heads = %lld is no multiple of kv_heads = %lld from 1 on", (long long)heads,
                       (long long)kv_heads);
   if (!(scale > 0 && isfinite(scale)))
     return CHECK_FAIL(DC_E_INVALID, "scale = %g; it must be finite and above 0", (double)scale);

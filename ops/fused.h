@@ -167,7 +167,7 @@ typedef struct dc_attention_args {
   void *out; /* [batch, heads, rows, dim]; of dtype, as q, k and v are */
   float *lse; /* [batch, heads, rows] without stride */
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
-  int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads; dim <= 256 */
+  int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads, 0 of 0 alone; dim <= 256 */
   int64_t diagonal; /* used if causal, by slopes and by a window */
   float scale; /* finite, > 0 */
   int32_t dtype, causal;

@@ -172,6 +172,7 @@ TEST_F(Attention, RefusesWhatItCannotDo) {
     EXPECT_NE(std::string(dc_last_error()).find(what), std::string::npos) << dc_last_error();
   };
   says("heads = 2 is no multiple of kv_heads = 3", [](auto &a) { a.kv_heads = 3; });
+  says("heads = 0 is no multiple of kv_heads = 1", [](auto &a) { a.heads = 0; }); // its dk and dv would have no sums
   says("dim = 257", [](auto &a) { a.dim = 257; });
   says("scale = 0", [](auto &a) { a.scale = 0; });
   says("scale = nan", [](auto &a) { a.scale = NAN; });

@@ -3,7 +3,9 @@
 // is ever wrong.
 #include <gtest/gtest.h>
 
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <sys/auxv.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,6 +26,7 @@ namespace {
 
 int no_fallocate = 0; // an errno: the file system has no such call
 int folders_synced = 0;
+long page_bytes = 0; // of the page cache; 0: the machine's
 
 } // namespace
 
@@ -32,6 +35,11 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   if (!no_fallocate) return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
   errno = no_fallocate;
   return -1;
+}
+extern "C" long sysconf(int name) {
+  if (name == _SC_PAGESIZE) return page_bytes ? page_bytes : static_cast<long>(getauxval(AT_PAGESZ));
+  static const auto real = reinterpret_cast<long (*)(int)>(dlsym(RTLD_NEXT, "sysconf"));
+  return real(name);
 }
 extern "C" int fsync(int fd) {
   struct stat st;
@@ -54,6 +62,7 @@ struct Plan {
   int at = -1, fault = 0;
   bool always = false, late = false; // late: the failure comes from reap(), else from flush()
   bool sync_fails = false; // the next one, with EIO
+  std::vector<dc__disk_ring_op> started;
   int calls = 0, hits = 0;
 } plan;
 
@@ -87,6 +96,7 @@ FaultRing *of(dc__disk_ring *ring) { return reinterpret_cast<FaultRing *>(ring);
 
 void fault_start(dc__disk_ring *ring, dc__disk_ring_op *op) {
   FaultRing *r = of(ring);
+  plan.started.push_back(*op);
   const int fault = plan.sync_fails && op->what == DC__DISK_SYNC ? EIO : take_fault();
   plan.sync_fails &= op->what != DC__DISK_SYNC;
   if (fault > 0 || op->what == DC__DISK_SYNC) { // nothing here loses its power: syncs take most of the time
@@ -624,6 +634,40 @@ TEST_P(Faults, DirectTransfersThatAreRefusedGoThroughThePageCache) {
 }
 
 // A file system without fallocate (NFS before 4.2): reserve_bytes makes a file longer, and never shorter.
+// A page that the cache writes back later would have the older bytes of what went past it.
+TEST_P(Faults, NoPageIsReachedInBothWays) {
+  for (const int64_t page : {4096, 65536}) {
+    page_bytes = page;
+    Folder folder;
+    Config k(folder.path + "/file", DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+    k.block_bytes = 131072;
+    dc_file *f = nullptr;
+    ASSERT_EQ(dc_file_open(&k, &f), DC_OK) << dc_last_error();
+    page_bytes = 0;
+    dc_file_info info = {};
+    info.struct_size = sizeof info;
+    ASSERT_EQ(dc_file_get_info(f, &info), DC_OK) << dc_last_error();
+    const int64_t bytes = 300000;
+    Memory in(bytes), out(bytes + 64);
+    pattern(in.at, bytes, 3);
+    dc_piece from = {in.at, bytes, 12288}, to = {out.at + 64, bytes, 12288};
+    plan.started.clear();
+    ASSERT_EQ(dc_file_write(f, &from, 1), DC_OK) << dc_last_error();
+    ASSERT_EQ(dc_file_read(f, &to, 1), DC_OK) << dc_last_error();
+    EXPECT_EQ(0, memcmp(in.at, to.data, bytes));
+    std::map<int64_t, bool> direct; // page -> whether it is reached past the cache
+    int64_t past = 0;
+    for (const dc__disk_ring_op &op : plan.started) {
+      const bool is_direct = fcntl(op.fd, F_GETFL) & O_DIRECT;
+      past += is_direct ? op.bytes : 0;
+      for (int64_t at = op.offset / page; at * page < op.offset + op.bytes; at++)
+        EXPECT_EQ(direct.emplace(at, is_direct).first->second, is_direct) << "page " << at << " of " << page;
+    }
+    EXPECT_EQ(past > 0, info.direct != 0);
+    ASSERT_EQ(dc_file_close(f), DC_OK) << dc_last_error();
+  }
+}
+
 TEST_P(Faults, ReservingCutsNoFileWhereThereIsNoFallocate) {
   Folder folder;
   Memory m(16384), found(16384);

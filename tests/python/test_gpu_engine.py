@@ -923,6 +923,27 @@ def test_activations_that_are_changed_or_asked_for_twice(place, tmp_path):
     assert torch.equal(later[0].get().cpu(), drawn[0])
 
 
+def test_memory_that_is_let_go_in_another_stream_waits_for_its_copy(monkeypatch):
+    """It goes back to the stream that it was made in, which may write to it at once: that one waits."""
+    from deepc.offload.away import BEHIND, DeviceSpill
+
+    waited = []
+    kind = type(torch.cuda.current_stream())
+    whole = kind.wait_event
+    monkeypatch.setattr(kind, "wait_event", lambda self, event: (waited.append(self), whole(self, event)))
+    away, side = DeviceSpill(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        first = away.put(torch.full((5000,), 7, dtype=torch.uint8, device=GPU))
+    for _ in range(BEHIND):
+        away.put(torch.zeros(5000, dtype=torch.uint8, device=GPU))
+    assert waited == [side]
+    waited.clear()
+    with torch.cuda.stream(side):
+        first.bring()
+    del first
+    assert waited == [side]
+
+
 def test_a_disk_that_refuses_an_activation_loses_nothing(tmp_path, monkeypatch):
     from deepc.errors import DiskFullError
     from deepc.offload.spill import Spill

@@ -10,7 +10,7 @@ import deepc
 import pytest
 import torch
 from deepc.engine import Engine
-from deepc.errors import ReleasedParameterError, StrayWriteError, UnsupportedError
+from deepc.errors import ArgumentError, ReleasedParameterError, StrayWriteError, UnsupportedError
 from ranks import run_quietly
 
 
@@ -67,6 +67,14 @@ def moved(rank: int, world: int) -> dict[str, str]:
     engine.module.share_memory()
     out["shared"] = _told(engine, UnsupportedError)
     return out
+
+
+def test_a_model_that_is_cast_to_float64_is_told_by_its_parameters_name():
+    engine = _engine(0)
+    engine.module.double()
+    with pytest.raises(ArgumentError, match=r"gradient of parameter '2.bias' is torch.float64: .*\(model.double\(\)"):
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.float64)).square().mean())
+    engine.destroy()
 
 
 def test_models_that_are_moved_cast_or_shared():

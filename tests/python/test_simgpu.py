@@ -31,7 +31,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 # Each place that something can lie in, once.
 FEW = "off_the_device and states_and_parameters and bf16 or part_of_the_states and 0.3 and bf16 or locked_memory"
 FEW += " or deepspeeds_name or few_of_its_activations or script_writes and AdamW-2-cpu-fp32"
-FEW += " or broken_off_still_fills and host"
+FEW += " or broken_off_still_fills and host or let_go_in_another_stream"
 
 
 @pytest.mark.parametrize("which", [["-k", FEW], pytest.param([], marks=pytest.mark.full)], ids=["few", "all"])

@@ -29,8 +29,9 @@ class Away:
         self._host: torch.Tensor | None = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._spilled: Spilled | None = None
         self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        now = torch.cuda.current_stream(values.device)
-        of.out.wait_stream(now)
+        # Whose memory it is: what it has next in it waits for the copy, whichever stream lets it go.
+        self._stream = torch.cuda.current_stream(values.device)
+        of.out.wait_stream(self._stream)
         with torch.cuda.stream(of.out):
             self._host.copy_(values, non_blocking=True)
             self._left = torch.cuda.Event()
@@ -40,7 +41,7 @@ class Away:
         """The device's memory is free behind the copy; with a disk the value goes on there. DiskError: as Spill.put."""
         if self._held is None:
             return
-        torch.cuda.current_stream(self._device).wait_event(self._left)
+        self._stream.wait_event(self._left)
         self._modified = self._held._version != self._version
         self._held = None
         if self._of.spill is not None and self._host is not None:
@@ -83,8 +84,9 @@ class Away:
             return
         host = self._host if self._spilled is None else self._spilled.get()
         assert host is not None  # in memory or on disk
+        self._stream = torch.cuda.current_stream(self._device)
         value = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        self._of.back.wait_stream(torch.cuda.current_stream(self._device))  # whose the memory was before
+        self._of.back.wait_stream(self._stream)  # whose the memory was before
         with torch.cuda.stream(self._of.back):
             value.copy_(host, non_blocking=True)
             there = torch.cuda.Event()
@@ -93,7 +95,7 @@ class Away:
 
     def __del__(self) -> None:
         if getattr(self, "_coming", None) is not None:  # nobody asked for it: its memory is free behind the copy
-            torch.cuda.current_stream(self._device).wait_event(self._coming[1])  # type: ignore[index]  # it is not None
+            self._stream.wait_event(self._coming[1])  # type: ignore[index]  # it is not None
 
 
 class DeviceSpill:

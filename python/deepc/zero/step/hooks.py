@@ -239,6 +239,12 @@ class GradientHooks:
             self._add(index, grad)
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
+        if grad.dtype not in ops.FLOATS:
+            raise ArgumentError(
+                f"the gradient of parameter '{self._state.names[index]}' is {grad.dtype}: an engine trains float32,"
+                f" bfloat16 and float16, and this one made it {self._state.dtype}. Was the model cast or moved"
+                " (model.double(), model.to(...)) since deepc.initialize? Remove that, or cast it before"
+            )
         self._added.add(index)
         self._held[index] = grad = grad.contiguous()
         self._reducer.add(index, grad)
