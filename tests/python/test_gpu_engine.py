@@ -928,20 +928,18 @@ def test_memory_that_is_let_go_in_another_stream_waits_for_its_copy(monkeypatch)
     from deepc.offload.away import BEHIND, DeviceSpill
 
     waited = []
-    kind = type(torch.cuda.current_stream())
-    whole = kind.wait_event
-    monkeypatch.setattr(kind, "wait_event", lambda self, event: (waited.append(self), whole(self, event)))
-    away, side = DeviceSpill(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    whole = gpu.Stream.wait_event
+    monkeypatch.setattr(gpu.Stream, "wait_event", lambda self, e: (waited.append((self, e)), whole(self, e))[1])
+    away, side = DeviceSpill(), gpu.Stream()
+    with gpu.stream(side):
         first = away.put(torch.full((5000,), 7, dtype=torch.uint8, device=GPU))
-    for _ in range(BEHIND):
-        away.put(torch.zeros(5000, dtype=torch.uint8, device=GPU))
-    assert waited == [side]
-    waited.clear()
-    with torch.cuda.stream(side):
+    others = [away.put(torch.zeros(5000, dtype=torch.uint8, device=GPU)) for _ in range(BEHIND)]
+    assert [s for s, event in waited if event is first._left] == [side]
+    with gpu.stream(side):
         first.bring()
-    del first
-    assert waited == [side]
+    there = first._coming[1]
+    del first, others
+    assert [s for s, event in waited if event is there] == [side]
 
 
 def test_a_disk_that_refuses_an_activation_loses_nothing(tmp_path, monkeypatch):
