@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
         part._attn_implementation = name
     model.loss_function = loss  # type: ignore[assignment]
     model.register_forward_pre_hook(_check, with_kwargs=True)
-    model.base_model.register_forward_hook(lambda _, __, out: _routed(out, group))
+    cast(torch.nn.Module, model.base_model).register_forward_hook(lambda _, __, out: _routed(out, group))
     return model
 
 
