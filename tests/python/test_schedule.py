@@ -173,11 +173,22 @@ def test_schedules_compared(capsys):
         ("--schedule 1f1b --svg /nowhere/x.svg", "--svg /nowhere/x.svg: No such file or directory; name a file"),
         ("--schedule 1f1b --hop 1e12", "is too wide: at most 131072"),
         ("--schedule 1f1b --costs 1e-300,1,1", "is too wide"),
+        ("--schedule 1f1b --ranks 8", "--ranks means nothing beside --schedule: --stages and --micro-batches say"),
+        ("--schedule 1f1b --cluster x", "--cluster means nothing beside --schedule"),
+        ("--cluster x --model gpt2 --ranks 8", "--ranks means nothing beside --cluster: the file has the nodes"),
+        ("--cluster x --model gpt2 --config y", "--config means nothing beside --cluster"),
         ("--ranks 2", "give --config and --model, or --cluster and --model, or --schedule"),
     ],
 )
 def test_what_can_not_be_drawn(words, text, capsys):
     assert main(["plan", *words.split()]) == 2 and text in capsys.readouterr().err
+
+
+def test_counts_alone_are_of_no_model(capsys):
+    """Its configuration was taken and not looked at."""
+    for option in ("--model", "--config", "--loss"):
+        assert main(["estimate", "--params", "1e9", option, "x"]) == 2
+        assert f"{option} means nothing beside --params" in capsys.readouterr().err
 
 
 def test_a_picture_beside_the_actions(tmp_path, capsys):

@@ -28,6 +28,7 @@ def run_estimate(args: argparse.Namespace, divide: Divide | None = None, cut: Cu
     import json
 
     if args.params is not None:
+        _refuse_beside("--params", args, ("model", "config", "batch", "loss"), "model states follow from it alone")
         if not 1 <= args.params < float("inf") or not 0 <= args.largest_layer <= args.params:
             raise ArgumentError(
                 f"--params {args.params:g} --largest-layer {args.largest_layer:g}: parameters are counted from 1 on,"
@@ -61,10 +62,14 @@ def run_estimate(args: argparse.Namespace, divide: Divide | None = None, cut: Cu
 def run_plan(args: argparse.Namespace, divide: Divide | None = None, cut: Cutter | None = None) -> int:
     """`deepc plan`."""
     if args.schedule:
+        others = ("cluster", "config", "model", "ranks", "nodes")
+        _refuse_beside("--schedule", args, others, "--stages and --micro-batches say of what it is")
         return timeline.run(args)
     if option := timeline.stray(args):
         raise ArgumentError(f"{option} is an option of --schedule; name a schedule, or leave it out")
     if args.cluster:
+        what = "the file has the nodes and their ranks, and the search chooses the rest (--dp, --stage, ... fix it)"
+        _refuse_beside("--cluster", args, ("config", "ranks", "nodes"), what)
         return search.run(args, _named)
     if option := search.stray(args):
         raise ArgumentError(f"{option} is an option of --cluster; give a cluster's description, or leave it out")
@@ -77,6 +82,13 @@ def run_plan(args: argparse.Namespace, divide: Divide | None = None, cut: Cutter
         plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes, divide=divide, cut=cut)
     )
     return 0
+
+
+def _refuse_beside(option: str, args: argparse.Namespace, others: Sequence[str], why: str) -> None:
+    """ArgumentError where one of `others` is given, which `option` does not look at."""
+    for name in others:
+        if (given := getattr(args, name)) and not (name in ("ranks", "nodes") and given == 1):
+            raise ArgumentError(f"--{name} means nothing beside {option}: {why}; leave it out")
 
 
 def _named(text: str) -> Any:
