@@ -492,6 +492,29 @@ def test_an_engine_that_one_rank_opens_alone_is_told(peer):
         assert re.search(r"rank 1 is in .* and waits for rank 0", text), text
 
 
+def open_different_groups(rank, world):
+    """Over a default group of Gloo, which shows no waits: rank 0 makes a module under zero.Init, the others go on."""
+    import deepc
+    from deepc.errors import MismatchError
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    try:
+        if rank == 0:
+            with deepc.zero.Init(config_dict_or_path=config):
+                torch.nn.Linear(8, 8)
+        deepc.initialize(model=torch.nn.Linear(8, 8), config=config)
+    except MismatchError as exc:
+        return str(exc)
+    return "no error"
+
+
+def test_ranks_that_open_different_groups_are_told_without_a_communicator():
+    for text in run_ranks(open_different_groups, 2, backend="gloo"):
+        assert text.startswith("ranks wait for each other to open different groups, so none can be opened"), text
+        assert re.search(r"rank 0 waits for rank 1 to open group init\d+", text), text
+        assert re.search(r"rank 1 waits for rank 0 to open group engine\d+", text), text
+
+
 def be_stopped(rank, world):
     """Rank 1 stops rank 0 (as a debugger or a freezer does) in the wait for rank 1, comes, and waits for it meanwhile:
     that rank 0 still shows its wait is no deadlock."""

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import torch
 import torch.distributed as dist
 
 from ..core.foreign import private
 from ..core.telemetry import waits
-from ..errors import CommError, UnsupportedError
+from ..errors import CommError, MismatchError, UnsupportedError
 from ..plan.plan import CONTROL_SLOT_BYTES
 from .failures import is_closed, meaning, shortened, translated
 from .internode.link import Link
@@ -436,30 +437,77 @@ def gather_texts(group: Group, text: str) -> list[str]:
     return [bytes(row[:n].tolist()).decode() for row, n in zip(group.gather_all(padded), sizes)]
 
 
+class _Wait(NamedTuple):
+    """What a rank tells the others while it waits for one of them to open a group. of: the group's own store in that of
+    the default group; place, rank: the one that is missing, in the group and in the default group."""
+
+    what: str
+    of: str
+    place: int
+    rank: int
+
+
 class _Watch:
     """Over the ranks that one waits for while it opens a group: whether they can still come, as far as the groups that
-    it has with them tell. names: the group's ranks in the default group."""
+    it has with them tell, or, where there are none, what they wait for themselves. names: the group's ranks in the
+    default group; of: the group's own store in that of the default group."""
 
-    def __init__(self, what: str, names: Sequence[int]) -> None:
-        self.what, self._names = what, names
+    def __init__(self, what: str, names: Sequence[int], of: str) -> None:
+        self.what, self._names, self._of = what, names, of
         comms = [(g.comm, g.names) for g in _open_groups if g.is_of_now()]
         world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
         if world is not None:  # last: what broke an engine says more than how its rank ended then
             comms.append((world, list(range(world.size))))
         self._comms = [(c, names) for c, names in comms if c.is_sound]
+        self._store = dist.PrefixStore("deepc/opens", private.default_store())
+        self._told: _Wait | None = None
+        self._stays = False  # what was told: the others of the circle are to see it
+        self._tell(None)
 
     def __call__(self, rank: int) -> None:
         name = self._names[rank]
-        for comm, names in self._comms:
-            if name in names:
-                comm.waits(
-                    names.index(name), f"to open {self.what}: deepc.initialize() and zero.Init are for all ranks"
-                )
+        shared = [(comm, names.index(name)) for comm, names in self._comms if name in names]
+        for comm, place in shared:
+            comm.waits(place, f"to open {self.what}: deepc.initialize() and zero.Init are for all ranks")
+        if shared:
+            return
+        self._tell(_Wait(self.what, self._of, rank, name))
+        if circle := self._circle():
+            self._stays = True
+            raise MismatchError(
+                f"ranks wait for each other to open different groups, so none can be opened: {'; '.join(circle)}. All"
+                " ranks must make the same calls in the same order. Does one rank alone make or load a model under"
+                " zero.Init, or initialize an engine?"
+            )
 
     def end(self) -> None:
+        if not self._stays:
+            self._tell(None)
         for comm, _ in self._comms:
             if comm.is_sound:
                 comm.waits(-1, "")
+
+    def _tell(self, wait: _Wait | None) -> None:
+        key = str(dist.get_rank())
+        if wait != self._told or (wait is None and self._store.check([key])):
+            self._store.set(key, json.dumps(wait))
+        self._told = wait
+
+    def _circle(self) -> list[str]:
+        """The waits of ranks of which each waits for the next one, and the last for this; empty: there is no such."""
+        at, found = dist.get_rank(), list[str]()
+        while len(found) < dist.get_world_size() and self._store.check([str(at)]):
+            told = json.loads(self._store.get(str(at)))
+            if told is None:
+                break
+            wait = _Wait(*told)
+            if dist.PrefixStore(wait.of, private.default_store()).check([f"place{wait.place}"]):
+                break  # it has come, and who waited for it has not said so yet
+            found.append(f"rank {at} waits for rank {wait.rank} to open {wait.what}")
+            at = wait.rank
+            if at == dist.get_rank():
+                return found
+        return []
 
 
 def depend(comms: Sequence[Comm]) -> None:
@@ -535,12 +583,18 @@ def lost(group: Group, rank: int, doing: str, error: RuntimeError) -> BaseExcept
 def own_store(label: str, ranks: Sequence[int] | None = None) -> tuple[str, dist.Store]:
     """(label with a number, a store for what these ranks of the default group make now; None: all). Collective: in one
     order on all of them."""
+    name, prefix = _own_prefix(label, ranks)
+    return name, dist.PrefixStore(prefix, private.default_store())
+
+
+def _own_prefix(label: str, ranks: Sequence[int] | None) -> tuple[str, str]:
+    """`own_store`'s label, and of its store in that of the default group."""
     common = private.default_store()
     of = "" if ranks is None else f" of ranks {', '.join(map(str, ranks))}"
     # counted in the store: it belongs to this default group, not to the process
     number = common.add(f"deepc/{label}{of}/made by {dist.get_rank()}", 1)
     name = f"{label}{number}"
-    return name + _in_short(ranks), dist.PrefixStore(f"deepc/{name}{of}", common)
+    return name + _in_short(ranks), f"deepc/{name}{of}"
 
 
 def _in_short(ranks: Sequence[int] | None) -> str:
@@ -570,8 +624,9 @@ def open_group(
             )
         return TorchGroup(device)
     rank, world = names.index(dist.get_rank()), len(names)
-    label, store = own_store(label, ranks)
-    watch = _Watch(f"group {label}", names)
+    label, prefix = _own_prefix(label, ranks)
+    store = dist.PrefixStore(prefix, private.default_store())
+    watch = _Watch(f"group {label}", names, prefix)
     try:
         found = discover(store, rank, world, watch, watch.what)
     finally:
