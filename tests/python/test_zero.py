@@ -462,6 +462,16 @@ def test_a_holder_that_refuses_leaves_the_others_closed():
     assert run_ranks(_second_holder_refuses, 2) == [True, True]
 
 
+def test_finalizers_say_nothing_when_modules_are_gone(monkeypatch):
+    """At its end the interpreter sets the names of a module to None; what a finalizer raises then is printed."""
+    from deepc.zero import init, shards
+    from deepc.zero.step import collective
+
+    for module, kind in ((init, init.Home), (shards, shards.Shards), (collective, collective.TorchReducer)):
+        monkeypatch.setattr(module, "contextlib", None)
+        object.__new__(kind).__del__()
+
+
 def _then_streamed(rank, world, nodes):
     import deepc
 

@@ -299,8 +299,10 @@ class Home:
             group.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
+        try:
             self.close()
+        except Exception:  # at the end of the process, what it needs may be gone, contextlib too
+            pass
 
 
 class _Noted(Whole):

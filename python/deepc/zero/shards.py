@@ -259,10 +259,12 @@ class Shards:
         unshare(p)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
+        try:
             self._exchange.close()
             if self._disk is not None:
                 self._disk.close()
+        except Exception:  # at the end of the process, what it needs may be gone, contextlib too
+            pass
 
 
 class _Held(Whole):

@@ -362,9 +362,11 @@ class TorchReducer:
             dist.destroy_process_group(group)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             if self._progress is not None:
                 self._progress.close(0)
+        except Exception:  # at the end of the process, what it needs may be gone, contextlib too
+            pass
 
 
 class RoundsReducer(TorchReducer):
