@@ -57,6 +57,12 @@ KNOWN = [
         "machine",
         "the test forks the generator of a GPU",
     ),
+    Known(
+        r"test_ulysses_sp_hf\[",
+        r"Scalars are not equal.*Relative difference: \S+e-0[78]\b",
+        "machine",
+        "a mean over two halves and the whole's to the last bit, which is torch's and the values'",
+    ),
     # DeepSpeed refuses, deepc does it
     Known(r"test_zero_stage\[[23]-", _NO_ERROR, "limitation", "no_sync works at stages 2 and 3"),
     Known("test_existing_no_sync_still_blocked_for_zero2", _NO_ERROR, "limitation", "no_sync works at stages 2 and 3"),
