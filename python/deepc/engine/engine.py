@@ -415,6 +415,7 @@ class Engine(EngineBase):
     def _change_parameters(self, change: Callable[[], None]) -> None:
         """What an optimizer makes of its shards in no step. Collective."""
         self.require_whole_step()
+        self.require_weights("optimizer.train() or eval")
         self.guard.refuse_writes()
         self.guard.take_in_writes()
         self.group.barrier()  # nobody reads the old values any more

@@ -155,7 +155,7 @@ class ZeroOneAdamMethod(Method):
         for name in _COUNTS:
             setattr(self, name, int(saved[name]))
         self.lrs = list(map(float, saved["lrs"]))
-        self._apart = set(saved.get("apart", (k for k, lr in enumerate(self.lrs) if lr)))  # 0.1.x had none
+        self._apart = set(saved.get("apart", (k for k, lr in enumerate(self.lrs) if lr)))  # older ones have none
         for i, item in self._moved():
             if i not in self._anchors:
                 self._anchors[i] = item.param.clone()

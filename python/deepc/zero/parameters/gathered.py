@@ -412,11 +412,9 @@ _told: set[str] = set()
 
 
 def _tell_of_lost(copies: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-    """A line of the log, once a process, if a private copy had other values at the end, by more than what adapters that
-    were merged and unmerged leave of rounding."""
+    """A line of the log, once a process, if a private copy had other values at the end."""
     for p, private in copies if "lost" not in _told else ():
-        own = p.detach()
-        if own.shape != private.shape or bool((private - own).abs().amax() > own.abs().amax() / 64):
+        if _differs(p.detach(), private):
             _told.add("lost")
             logger.warning(
                 "a parameter of shape %s was written under GatheredParameters without modifier_rank: that was each"
@@ -425,3 +423,12 @@ def _tell_of_lost(copies: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> 
                 tuple(p.shape),
             )
             return
+
+
+def _differs(own: torch.Tensor, private: torch.Tensor) -> bool:
+    """By more than what adapters that were merged and unmerged leave of rounding; of what is no floats it is not
+    asked."""
+    if own.shape != private.shape or not own.is_floating_point() or not own.numel():
+        return own.shape != private.shape
+    exact = own.float()
+    return bool((private.float() - exact).abs().amax() > exact.abs().amax() / 64)

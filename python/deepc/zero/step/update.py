@@ -426,8 +426,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for one in (self, self.base):
             private.note_step(one)
         self._forget_rest()
-        self._sender.wait()  # the last step's parameters have left
-        self._state.settle()
+        self._settle()
         if self._twin is not None:
             self._twin.update(grad_scale, self.param_groups, self._left_out)
             self._counts.begin(self._left_out)
@@ -445,6 +444,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._unfinished = grad_scale
             raise
         self._send_rest()
+
+    def _settle(self) -> None:
+        self._sender.wait()  # the last step's parameters have left
+        self._state.settle()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -490,7 +493,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._twin is None or all(g.get("train_mode") is (mode == "train") for g in self.param_groups):
             return
         self._require_here()
-        self.around_change(functools.partial(self._twin.change, mode, self.param_groups))
+        twin = self._twin
+
+        def change() -> None:
+            self._settle()
+            twin.change(mode, self.param_groups)
+
+        self.around_change(change)
 
     # ---- what users call ---------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
