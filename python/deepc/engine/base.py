@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..zero.step.hooks import GradientHooks
     from ..zero.step.norm import Parts as NormParts
     from ..zero.step.norm import Rider, Skips
-    from ..zero.step.reducer import Reducer
+    from ..zero.step.reducers.base import Reducer
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
     from ..zero.tiers.parked import HostCopies

@@ -1,6 +1,6 @@
 """The states of the flat space's buckets while a backward makes gradients, and the order in which they are reduced:
 OPEN (gradients are missing) -> COMPLETE -> BEGUN (the reduction is under way) -> REDUCED. Data only: no tensors, no
-other ranks; what reduces is zero/step/collective.py."""
+other ranks; what reduces is zero/step/reducers/collective.py."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..plan.layout import BLOCK, Segment
 from ..plan.plan import Plan
 from .parameters.gathered import Params, Whole
 from .parameters.param import Released, share, version_of
-from .step.collective import TorchReducer
+from .step.reducers.collective import TorchReducer
 from .tiers.agree import together
 from .tiers.disk import DiskTier
 from .tiers.split import Split, parts_of, squares

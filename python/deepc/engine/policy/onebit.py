@@ -19,9 +19,9 @@ from ...plan.plan import Plan
 from ...zero.parameters.gathered import broadcast_bytes
 from ...zero.step.across.copies import CopiesReducer
 from ...zero.step.across.momentum import MomentumUpdate
-from ...zero.step.collective import TorchReducer
 from ...zero.step.norm import Ride
-from ...zero.step.reducer import CoreReducer
+from ...zero.step.reducers.base import CoreReducer
+from ...zero.step.reducers.collective import TorchReducer
 from ...zero.tiers.agree import together
 from ..base import EngineBase, StepResult
 from .policies import Plain
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...errors import DiskError
     from ...optim.onebit.dropin import OneBitOptimizer
     from ...zero.step.norm import Parts, Rider
-    from ...zero.step.reducer import Reducer, Tree
+    from ...zero.step.reducers.base import Reducer, Tree
 
 
 class EitherReducer:

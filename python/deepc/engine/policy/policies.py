@@ -20,8 +20,8 @@ from ...errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedErro
 from ...plan.derive import Machine, is_streamed
 from ...plan.mesh import Mesh
 from ...plan.plan import SLOTS, Plan
-from ...zero.step.nodes import NodesReducer
-from ...zero.step.reducer import CoreReducer, TreeReducer
+from ...zero.step.reducers.base import CoreReducer, TreeReducer
+from ...zero.step.reducers.nodes import NodesReducer
 from ...zero.step.tree import KEY, LayoutOrder, MicroBatchSampler
 from ..base import EngineBase, StepResult, say
 from ..data import cast_floats
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ...comm.shared import Comm
     from ...zero.step.hooks import GradientHooks
     from ...zero.step.norm import Parts, Rider
-    from ...zero.step.reducer import Reducer
+    from ...zero.step.reducers.base import Reducer
     from ...zero.streamed.state import StreamedState
 
 

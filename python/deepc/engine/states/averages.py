@@ -36,7 +36,7 @@ from .saving import take_in_writes
 
 if TYPE_CHECKING:
     from ...comm.groups import MemoryGroup
-    from ...zero.step.nodes import NodesReducer
+    from ...zero.step.reducers.nodes import NodesReducer
     from ..base import EngineBase
 
 _CHUNK = 1 << 18  # elements that are swapped at a time

@@ -21,7 +21,7 @@ from . import owners
 if TYPE_CHECKING:
     from ...comm.groups import Group
     from ..state import ModelState
-    from ..step.reducer import Reducer
+    from ..step.reducers.base import Reducer
 
 
 def make_guard(state: ModelState, group: Group, reducer: Reducer, debug: bool) -> Guard:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..tiers.disk import DiskTier
     from ..tiers.split import Split
     from ..tiers.windows import Array
-    from .sender import Sender
+    from .publish import Sender
 
 _Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
 _PART = 1 << 23  # elements of an offloaded update that go to the device together

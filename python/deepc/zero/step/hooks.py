@@ -26,7 +26,7 @@ from ..state import ModelState
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
-    from .reducer import Reducer
+    from .reducers.base import Reducer
 
 
 class Told(Protocol):

@@ -22,13 +22,13 @@ from ...core.ops import casts
 from ...errors import DiskError, NonFiniteError
 from ..tiers.agree import together
 from ..tiers.windows import Window
-from .reducer import norm_order
+from .reducers.base import norm_order
 
 if TYPE_CHECKING:
     from ..parameters.guard import Guard
     from ..state import ModelState
     from .hooks import GradientHooks
-    from .reducer import Reducer
+    from .reducers.base import Reducer
 
 
 class Rider(Protocol):

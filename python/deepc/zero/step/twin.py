@@ -17,7 +17,7 @@ from ..tiers.windows import Window
 if TYPE_CHECKING:
     from ...plan.layout import Segment
     from ..state import ModelState
-    from .sender import Sender
+    from .publish import Sender
 
 
 class Like(NamedTuple):

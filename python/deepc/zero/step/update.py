@@ -45,7 +45,7 @@ from .across.ratios import RatioUpdate
 from .across.sharers import Sharers
 from .across.stored import MatrixUpdateOnDisk
 from .elements import ElementUpdate
-from .sender import Sender
+from .publish import Sender
 from .tree import LayoutOrder
 from .twin import Like, TwinUpdate
 

@@ -24,7 +24,7 @@ from ...offload.place import empty
 from ...plan.buckets import BucketStates
 from ...plan.layout import BLOCK
 from ...plan.plan import RING
-from ..step.reducer import RingReducer, Tree
+from ..step.reducers.base import RingReducer, Tree
 from .disk import ArrayOnDisk
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from ...core.lib import C, check
 from ...offload.file import Handle
 from ...offload.place import empty
 from ...plan.plan import RING
-from ..step.nodes import NodesReducer
-from ..step.reducer import RingReducer
+from ..step.reducers.base import RingReducer
+from ..step.reducers.nodes import NodesReducer
 from .gradients import ReadsAhead
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class DiskNodesReducer(NodesReducer, ReadsAhead):
-    """The reducer of several nodes (step/nodes.py) whose sums lie on disk. A later micro-batch's part is added to what
-    is read back, RING buckets ahead."""
+    """The reducer of several nodes (step/reducers/nodes.py) whose sums lie on disk. A later micro-batch's part is added
+    to what is read back, RING buckets ahead."""
 
     def __init__(
         self,

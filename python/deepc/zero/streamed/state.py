@@ -21,7 +21,7 @@ from ..resident import WholeFlats
 from ..shards import give
 from ..sources import CollectiveSource, HostSource, NodeSource, Piece, Source
 from ..state import Flats, ModelState, ranks_of
-from ..step.collective import RoundsReducer, TorchReducer
+from ..step.reducers.collective import RoundsReducer, TorchReducer
 from ..tiers.agree import together
 from .cells import CELL_ELEMS, CellWalk, cells_of
 from .disk import DiskFlats
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...comm.groups import MultiNodeGroup, TorchGroup
     from ...comm.shared import Comm
     from ...config.tree import ZeroConfig
-    from ..step.reducer import Reducer
+    from ..step.reducers.base import Reducer
 
 
 class NodeFlats(WholeFlats):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ....comm.groups import MultiNodeGroup
     from ....core import memory
     from ....plan.plan import Plan
-    from ..reducer import Reducer, Tree
+    from ..reducers.base import Reducer, Tree
 
 
 class CopiesReducer:

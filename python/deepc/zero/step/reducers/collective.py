@@ -26,16 +26,16 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ...comm import start as comm
-from ...comm.c10d.progress import Progress
-from ...comm.failures import Breaker, break_group
-from ...comm.groups import _all_gather, new_group, own_store
-from ...core import memory
-from ...errors import UnsupportedError
-from ...plan.buckets import BucketStates
-from ...plan.plan import Plan
-from ..tiers.split import squares, stretches
-from .reducer import Tree
+from ....comm import start as comm
+from ....comm.c10d.progress import Progress
+from ....comm.failures import Breaker, break_group
+from ....comm.groups import _all_gather, new_group, own_store
+from ....core import memory
+from ....errors import UnsupportedError
+from ....plan.buckets import BucketStates
+from ....plan.plan import Plan
+from ...tiers.split import squares, stretches
+from .base import Tree
 
 AHEAD = 4  # see above
 Pieces = list[tuple[int, torch.Tensor]]  # (where in the bucket, [n] a gradient's elements there)

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...core import lib as _lib
-from ...core import memory
-from ...core.lib import C, call, check
-from ...core.ops import code
-from ...errors import DeepcError
-from ...plan.layout import BLOCK
-from ...plan.plan import RING, Plan
+from ....core import lib as _lib
+from ....core import memory
+from ....core.lib import C, call, check
+from ....core.ops import code
+from ....errors import DeepcError
+from ....plan.layout import BLOCK
+from ....plan.plan import RING, Plan
 
 if TYPE_CHECKING:
-    from ...comm.shared import Comm
+    from ....comm.shared import Comm
 
 
 class Reducer(Protocol):

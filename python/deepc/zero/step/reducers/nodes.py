@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ...comm.internode.crossing import Crossing, gradient_codec, parameter_codec
-from ...core import lib as _lib
-from ...core import memory
-from ...core.lib import C, check
-from ...core.ops import code
-from ...errors import DiskError, UnsupportedError
-from ...plan.plan import RING, SLOTS, Plan
-from .reducer import RingReducer, Tree
+from ....comm.internode.crossing import Crossing, gradient_codec, parameter_codec
+from ....core import lib as _lib
+from ....core import memory
+from ....core.lib import C, check
+from ....core.ops import code
+from ....errors import DiskError, UnsupportedError
+from ....plan.plan import RING, SLOTS, Plan
+from .base import RingReducer, Tree
 
 if TYPE_CHECKING:
-    from ...comm.groups import MultiNodeGroup, Sent
-    from ...offload.array import Window as Addressed
-    from ...plan.layout import Layout
+    from ....comm.groups import MultiNodeGroup, Sent
+    from ....offload.array import Window as Addressed
+    from ....plan.layout import Layout
 
 
 class NodesReducer(RingReducer):

@@ -1,0 +1,1 @@
+"""What adds up the gradients of the ranks: over shared memory, over nodes, over torch.distributed."""
