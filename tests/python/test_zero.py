@@ -465,7 +465,7 @@ def test_a_holder_that_refuses_leaves_the_others_closed():
 def test_finalizers_say_nothing_when_modules_are_gone(monkeypatch):
     """At its end the interpreter sets the names of a module to None; what a finalizer raises then is printed."""
     from deepc.zero import init, shards
-    from deepc.zero.step import collective
+    from deepc.zero.step.reducers import collective
 
     for module, kind in ((init, init.Home), (shards, shards.Shards), (collective, collective.TorchReducer)):
         monkeypatch.setattr(module, "contextlib", None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -148,28 +148,8 @@ def derive(
     sharded = mode == "streamed" and transport == "c10d"
     part = rank if part is None else part
     ranks_here = machine.ranks_here or mesh.ranks_per_node
-
-    rows = tuple(meta)
-    # The flat order is the reverse of registration, which is about the order in which backward makes gradients.
-    trained = [i for i in reversed(range(len(rows))) if rows[i].group is not None]
-    index = {i: k for k, i in enumerate(trained)}
-    params = tuple(ParamInfo(m.name, m.shape, prod(m.shape), m.group, index.get(i)) for i, m in enumerate(rows))
-    asked = config.deepc.bucket_elems or zero.reduce_bucket_size
-    layout = Layout([params[i].numel for i in trained], mesh.dp, max(1, min(asked, MAX_BUCKET_ELEMS)))
-    frozen = sum(
-        padded(slots_of(p.numel, dtype_named(m.dtype).itemsize, kind.itemsize) if m.keeps_bytes else p.numel)
-        for p, m in zip(params, rows)
-        if p.index is None
-    )
-    segments = layout.whole_segments() if stage == 0 else layout.segments(part)
-    slices = [Slice(0, 0, layout.total)] if stage == 0 else layout.slices(part)
-    if sharded:  # flat_begin: in the shard, which is all that a rank holds
-        segments = [s._replace(flat_begin=s.shard_begin) for s in segments]
-        slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
-    owned = layout.total if stage == 0 else layout.shard_elems
-    host_elems = _host_elems(config, mesh, machine, owned)
-    if host_elems is not None:
-        segments, slices = _cut(segments, host_elems), _cut(slices, host_elems)
+    share = _share(config, tuple(meta), mesh, machine, kind, part, sharded)
+    layout = share.layout
     on_device, leave = machine.kind != "cpu", zero.parameters_leave(machine.kind)
     if on_device and leave and layout.total and zero.offload_optimizer.device == "none":
         raise ConfigError(
@@ -181,15 +161,19 @@ def derive(
     offload = config.zero.offload_optimizer
     arrays, array_bytes = on_disk or (moments, state_bytes)
     disk = (
-        disk_states(config, arrays, has_master, owned, offload.nvme_path or "", array_bytes, whole_blocks)
+        disk_states(config, arrays, has_master, share.owned, offload.nvme_path or "", array_bytes, whole_blocks)
         if offload.device == "nvme"
         else None
     )
+    parameters_on = zero.offload_param.nvme_path or "" if zero.offload_param.device == "nvme" else ""
+    # Of a GPU run they come to the host's memory, and stay there.
+    far = zero.offload_optimizer.device == "nvme" and layout.total and not on_device
+    gradients_on = parameters_on if far else ""
     here = moments if disk is None or not arrays else 0
     raw = _lib.BytesIn(
         total=layout.total,
         shard=layout.shard_elems,
-        frozen=frozen,
+        frozen=share.frozen,
         world=mesh.dp,
         ranks_per_node=ranks_here,
         slots=SLOTS if transport in ("node", "nodes") else 0,
@@ -206,24 +190,6 @@ def derive(
         grad_buffers=tree,
         acc_size=accumulator.itemsize,
     )
-    out = _lib.Bytes()
-    _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
-    sizes = {n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}
-    sizes["disk"], sizes["disk_buffers"] = (disk.disk_bytes, disk.buffer_bytes) if disk is not None else (0, 0)
-    sizes["rank_total"] += sizes["disk_buffers"]
-    sizes["node_total"] += sizes["disk_buffers"] * ranks_here
-    sizes["params_disk"] = sizes["grads_disk"] = 0
-    parameters_on = zero.offload_param.nvme_path or "" if zero.offload_param.device == "nvme" else ""
-    # Of a GPU run they come to the host's memory, and stay there.
-    far = zero.offload_optimizer.device == "nvme" and layout.total and not on_device
-    gradients_on = parameters_on if far else ""
-    if parameters_on:
-        sizes["params_disk"], sizes["params_shared"] = sizes["params_shared"], 0
-        sizes["node_total"] -= sizes["params_disk"]
-    if gradients_on:
-        sizes["grads_disk"], sizes["grads_private"] = sizes["grads_private"], 0
-        sizes["rank_total"] -= sizes["grads_disk"]
-        sizes["node_total"] -= sizes["grads_disk"] * ranks_here
     return Plan(
         stage=stage,
         mesh=mesh,
@@ -233,15 +199,15 @@ def derive(
         dtype=kind,
         transport=transport,
         mode=mode,
-        params=params,
-        frozen_elems=frozen,
+        params=share.params,
+        frozen_elems=share.frozen,
         layout=layout,
-        segments=tuple(segments),
-        slices=tuple(slices),
-        bytes=Sizes(sizes),
+        segments=tuple(share.segments),
+        slices=tuple(share.slices),
+        bytes=_sizes(raw, disk, bool(parameters_on), bool(gradients_on)),
         parameters_on=parameters_on,
         gradients_on=gradients_on,
-        host_elems=host_elems,
+        host_elems=share.host_elems,
         parameters_in_host=leave and not parameters_on,
         nodes=nodes,
         part=part,
@@ -254,6 +220,73 @@ def derive(
         gradient_buffers=tree,
         notes=_notes(config, nodes),
     )
+
+
+class _Share(NamedTuple):
+    """How parameters lie in the flat space, and what of it is a rank's. frozen: elements of those that are not
+    trained; owned: of the rank's share, the first host_elems of them on the host (None: all where they are)."""
+
+    params: tuple[ParamInfo, ...]
+    layout: Layout
+    frozen: int
+    segments: list[Segment]
+    slices: list[Slice]
+    owned: int
+    host_elems: int | None
+
+
+def _share(
+    config: Config,
+    rows: Sequence[ParamMeta],
+    mesh: Mesh,
+    machine: Machine,
+    kind: DType,
+    part: int,
+    sharded: bool,
+) -> _Share:
+    """kind: what the model computes in; part: the rank's place in the layout; sharded: its share is all that it
+    holds."""
+    whole = config.zero.stage == 0
+    # The flat order is the reverse of registration, which is about the order in which backward makes gradients.
+    trained = [i for i in reversed(range(len(rows))) if rows[i].group is not None]
+    index = {i: k for k, i in enumerate(trained)}
+    params = tuple(ParamInfo(m.name, m.shape, prod(m.shape), m.group, index.get(i)) for i, m in enumerate(rows))
+    asked = config.deepc.bucket_elems or config.zero.reduce_bucket_size
+    layout = Layout([params[i].numel for i in trained], mesh.dp, max(1, min(asked, MAX_BUCKET_ELEMS)))
+    frozen = sum(
+        padded(slots_of(p.numel, dtype_named(m.dtype).itemsize, kind.itemsize) if m.keeps_bytes else p.numel)
+        for p, m in zip(params, rows)
+        if p.index is None
+    )
+    segments = layout.whole_segments() if whole else layout.segments(part)
+    slices = [Slice(0, 0, layout.total)] if whole else layout.slices(part)
+    if sharded:  # flat_begin: in the shard
+        segments = [s._replace(flat_begin=s.shard_begin) for s in segments]
+        slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
+    owned = layout.total if whole else layout.shard_elems
+    host_elems = _host_elems(config, mesh, machine, owned)
+    if host_elems is not None:
+        segments, slices = _cut(segments, host_elems), _cut(slices, host_elems)
+    return _Share(params, layout, frozen, segments, slices, owned, host_elems)
+
+
+def _sizes(raw: Any, disk: DiskStates | None, parameters_on_disk: bool, gradients_on_disk: bool) -> Sizes:
+    """Bytes by kind, of `raw` (a BytesIn) and of what lies on disk."""
+    out = _lib.Bytes()
+    _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
+    sizes = {n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}
+    sizes["disk"], sizes["disk_buffers"] = (disk.disk_bytes, disk.buffer_bytes) if disk is not None else (0, 0)
+    sizes["rank_total"] += sizes["disk_buffers"]
+    sizes["node_total"] += sizes["disk_buffers"] * raw.ranks_per_node
+    sizes["params_disk"] = sizes["grads_disk"] = 0
+    if parameters_on_disk:
+        sizes["params_disk"], sizes["params_shared"] = sizes["params_shared"], 0
+        sizes["node_total"] -= sizes["params_disk"]
+    if gradients_on_disk:
+        sizes["grads_disk"], sizes["grads_private"] = sizes["grads_private"], 0
+        sizes["rank_total"] -= sizes["grads_disk"]
+        sizes["node_total"] -= sizes["grads_disk"] * raw.ranks_per_node
+    return Sizes(sizes)
 
 
 def with_states(plan: Plan, states: int, disk: DiskStates | None) -> Plan:

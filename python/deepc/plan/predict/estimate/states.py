@@ -159,9 +159,7 @@ def assembled(
     host = sum(r.host for r in rows)
     freed = (run["freed"] if run is not None else -trained * 4) + gone
     code = 0 if gpu else CODE_BYTES if plan.dtype.itemsize == 4 else CODE_BYTES_16BIT
-    copy_ = (
-        largest * 4 if plan.has_master and plan.world > 1 else 0
-    )  # one parameter at a time goes to all ranks in fp32
+    copy_ = largest * 4 if plan.has_master and plan.world > 1 else 0  # one at a time goes to all ranks in fp32
     looked -= code - CODE_BYTES_LOOKED if looked else 0
     init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
     on_device = gpu and not plan.parameters_away  # else the model never goes there
