@@ -238,9 +238,8 @@ def write_safetensors(
                 f"tensor {key!r}: elements [{s.begin}, {s.begin + tensors[key].numel()}) are not inside {s.name!r} of "
                 f"shape {s.shape}"
             )
-    order = sorted(
-        tensors, key=lambda k: -tensors[k].element_size()
-    )  # wide types first: every tensor stays aligned to its element
+    # Wide types first: every tensor stays aligned to its element.
+    order = sorted(tensors, key=lambda k: -tensors[k].element_size())
     meta = dict(metadata or {})
     crcs = {k: crc32c(t) if isinstance(t := tensors[k], torch.Tensor) else 0 for k in order}
     if slices:

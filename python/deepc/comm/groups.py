@@ -228,9 +228,8 @@ class MultiNodeGroup:
         self._nodes = [list(ranks) for ranks in places.topology.nodes]  # the ranks of each node
         self.rank, self.nodes, self.ranks_per_node = rank, len(self._nodes), len(self._nodes[0])
         self.world = self.nodes * self.ranks_per_node
-        self.in_order = [r for ranks in self._nodes for r in ranks] == list(
-            range(self.world)
-        )  # each node's ranks are consecutive
+        # Each node's ranks are consecutive.
+        self.in_order = [r for ranks in self._nodes for r in ranks] == list(range(self.world))
         self.node, self.local_rank = places.topology.node_of[rank], places.topology.local_of[rank]
         self.leader = self.local_rank == 0
         self.sent_bytes = {"gradients": 0, "parameters": 0, "control": 0}
@@ -352,9 +351,8 @@ class TorchGroup(_OneNode):
         self._node_sizes = (1,) * self.world
         if places is not None:
             self.node, self._node_sizes = places.node_of[self.rank], tuple(map(len, places.nodes))
-        self.before: Callable[[], None] = lambda: (
-            None
-        )  # called before every collective of the group (streamed.py: ranks may be at different gathers)
+        # Called before every collective of the group (streamed.py: ranks may be at different gathers).
+        self.before: Callable[[], None] = lambda: None
 
     def barrier(self) -> None:
         self.before()

@@ -195,9 +195,8 @@ class Comm:
         self._handle: int | None = handle
         self.rank, self.size, self.label = rank, size, label
         self.lock, self.caller = threading.Lock(), Caller()
-        self._alive = (
-            threading.Lock()
-        )  # of calls that may come while another is inside: the handle is not freed under them
+        # Of calls that may come while another is inside: the handle is not freed under them.
+        self._alive = threading.Lock()
 
     @property
     def handle(self) -> int:

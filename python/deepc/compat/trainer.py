@@ -103,9 +103,8 @@ class EngineTrainerMixin(_Base):
             self.args.mixed_precision = precision
         accelerator, unwrap = self.accelerator, self.accelerator.unwrap_model
         accelerator.backward = self._backward
-        accelerator.no_sync = lambda model=None: (
-            contextlib.nullcontext()
-        )  # the engine counts micro-batches; its gradients go to their owners at once
+        # The engine counts micro-batches; its gradients go to their owners at once.
+        accelerator.no_sync = lambda model=None: contextlib.nullcontext()
         accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(
             model.module if isinstance(model, Engine) else model, *args, **kwargs
         )

@@ -287,9 +287,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, (types.FunctionType, type)) and not hasattr(obj, "__wrapped__"):
             return NotImplemented
         if getattr(obj, "__module__", None) != "__main__":
-            local = (
-                isinstance(obj, types.FunctionType) and "<" in obj.__qualname__
-            )  # a lambda or nested function of a file: pickle can't
+            # A lambda or nested function of a file: pickle can't.
+            local = isinstance(obj, types.FunctionType) and "<" in obj.__qualname__
             return self._by_code(obj) if local else NotImplemented
         main, root = self._packer.main, obj.__qualname__.partition(".")[0]
         if _attribute(main, obj.__qualname__) is obj and _definition(root, main.get(root)) is not None:

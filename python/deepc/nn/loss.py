@@ -212,9 +212,8 @@ def _run(
     wants: of (hidden, weight, bias). Returns the three gradients, empty where not wanted; the weight's and the bias's
     are of weight_dtype."""
     n, classes = hidden.shape[0], weight.shape[0]
-    wide = (
-        hidden.device.type == "cpu" and hidden.dtype in matmul.installed()
-    )  # this machine has no arithmetic in that dtype
+    # This machine has no arithmetic in that dtype.
+    wide = hidden.device.type == "cpu" and hidden.dtype in matmul.installed()
     dtype = torch.float32 if wide else hidden.dtype
     matrix = weight.to(dtype)
     extra = None if bias is None else bias.to(dtype)

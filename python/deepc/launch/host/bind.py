@@ -108,9 +108,8 @@ def _prefer_memory_of(node: int) -> None:
         return
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << node % 64
-    ctypes.CDLL(None).syscall(
-        number, _MPOL_PREFERRED, words, 64 * len(words) + 1
-    )  # best effort: a container may forbid it
+    # Best effort: a container may forbid it.
+    ctypes.CDLL(None).syscall(number, _MPOL_PREFERRED, words, 64 * len(words) + 1)
 
 
 def bind(cores: list[int]) -> None:

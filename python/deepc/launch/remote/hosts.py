@@ -63,9 +63,8 @@ def read_hostfile(path: str) -> dict[str, int]:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(
-            r"(\S+)\s+slots\s*=\s*(\d+)(\s.*)?", text
-        )  # what follows (max_slots of OpenMPI) means nothing here
+        # What follows (max_slots of OpenMPI) means nothing here.
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)(\s.*)?", text)
         if not match or int(match[2]) < 1:
             raise ArgumentError(f"--hostfile {path}, line {number}: {text!r} is not of the form 'host slots=N'")
         if match[1].startswith("-"):  # it would be an option of ssh

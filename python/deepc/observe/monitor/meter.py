@@ -726,9 +726,10 @@ def _number(value: Any) -> float:
 
 @atexit.register
 def _close_all() -> None:
+    # A test runner's, say: a line would be an error.
     silent = any(
         getattr(getattr(h, "stream", None), "closed", False) for h in [*logger.handlers, *logging.root.handlers]
-    )  # a test runner's, say: a line would be an error
+    )
     for meter in list(_meters):
         meter.speaks = meter.speaks and not silent
         with contextlib.suppress(Exception):

@@ -328,9 +328,8 @@ class Spans(Listener):
             self._recorder.sample()
         if stepped and (engine := self._engine()) is not None:
             now = time.monotonic_ns()
-            self._recorder._states[id(engine)] = categories.optimizer_states(
-                engine
-            )  # torch's optimizers make them at their first step
+            # Torch's optimizers make them at their first step.
+            self._recorder._states[id(engine)] = categories.optimizer_states(engine)
             self._recorder.add(
                 "steps", f"step {engine.global_steps}", self._step_began, now, {"step": engine.global_steps}, "step"
             )

@@ -75,10 +75,11 @@ class SavedTensors:
                 return _Recipe(unit, place, x.dtype, offset, x.shape, x.stride(), x._version)
             if unit is None and below is not None:
                 return below[1], below[0](x), None
+            # x itself would be a cycle through autograd, where it is an operator's result.
             return (
                 x.detach(),
                 x._version,
-            )  # x itself would be a cycle through autograd, where it is an operator's result
+            )
 
         return pack
 

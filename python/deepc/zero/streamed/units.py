@@ -41,13 +41,14 @@ if TYPE_CHECKING:
     from ...config.tree import ZeroConfig
     from ...plan.plan import Plan
 
+# Keys of zero_optimization that act in this mode, on every device.
 HONOURED = (
     "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold",
     "stage3_model_persistence_threshold",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
-)  # keys of zero_optimization that act in this mode, on every device
+)
 MAX_TRACE = 1 << 16  # uses of one pass that are remembered
 _EVALUATION = -1  # among the keys of orders: a pass that is told as one, without gradients
 _COUNTED = (

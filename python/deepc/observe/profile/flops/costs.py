@@ -83,9 +83,8 @@ def _convolution(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     transposed = bool(_argument(args, kwargs, 6, "transposed", False))
     grid = x if transposed else cast(torch.Tensor, _first(out))
     kernel, positions = math.prod(weight.shape[2:]), x.shape[0] * math.prod(grid.shape[2:])
-    macs = (
-        kernel * weight.shape[0] * weight.shape[1] * positions
-    )  # weight: [out, in / groups, ...], transposed [in, out / groups, ...]
+    # weight: [out, in / groups, ...], transposed [in, out / groups, ...].
+    macs = kernel * weight.shape[0] * weight.shape[1] * positions
     return _product(macs, 0 if bias is None else _numel(out))
 
 

@@ -49,9 +49,8 @@ def _forked_once(work: Callable[[], dict[str, Any]], limit_s: float, stuck_s: fl
         import warnings
 
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 warns of forks beside threads; the child uses none of them
+        # Python 3.12 warns of forks beside threads; the child uses none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
@@ -134,9 +133,8 @@ def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     try:
         patches.applied("threads")
         torch.set_num_threads(1)  # a forked child has no OpenMP threads to wait for
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(
-            logging.CRITICAL
-        )  # what fails is in the answer, without torch's traceback
+        # What fails is in the answer, without torch's traceback.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         answer = work()
     except DeepcError as exc:
         answer = {"error": str(exc), "kinds": [_name_of(k) for k in type(exc).__mro__ if issubclass(k, DeepcError)]}
