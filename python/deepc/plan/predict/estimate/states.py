@@ -131,6 +131,58 @@ def _merge(rows: Sequence[Row]) -> list[Row]:
     return list(out.values())
 
 
+def _kernels(plan: Plan, run: dict[str, Any] | None) -> int:
+    """How many oneDNN makes for numbers of rows of experts in 16 bits."""
+    if run is None or not run["products"] or plan.dtype.itemsize >= 4 or not _generates(plan):
+        return 0
+    new = NEW_NUMBERS_AMX if "amx_bf16" in cpu.cpu_flags() else NEW_NUMBERS
+    return min(MOST_KERNELS, int(new * run["products"] * 3))  # a forward's product has two in backward
+
+
+def _on(device: bool, name: str, nbytes: int) -> Row:
+    return Row(name, host=0 if device else nbytes, device=nbytes if device else 0)
+
+
+def _notes(plan: Plan, run: dict[str, Any] | None, torch_states: bool, kernels: int) -> list[str]:
+    """What a prediction rests on, in words."""
+    gpu, notes = plan.device != "cpu", []
+    if gpu and plan.parameters_away:
+        notes.append(
+            "parameters are on the device while they are used: at most stage3_max_live_parameters of them, and a third"
+            " of its memory"
+        )
+    if run is None:
+        notes.append("activations are not included: pass a sample batch")
+        if torch_states:
+            notes.append("states of a torch optimizer are not included: pass a sample batch")
+        return notes
+    if gpu:
+        notes.append("activations are those that the CPU's kernels save")
+    notes.append(f"the peak of live tensors is in {run['at']}")
+    if run["recomputed"]:
+        notes.append(f"recomputed, by arithmetic in the place of times: {run['recomputed']}")
+    if run["rows"]:
+        now, most = run["rows"]
+        bound = f"; uneven gates may send up to {most}" if most > now else ", and no more than that can be"
+        notes.append(
+            f"mixtures of experts: gates are taken to choose evenly and to fill the places that there are,"
+            f" {now} rows for a layer's experts on this rank{bound}"
+        )
+    if kernels:
+        notes.append(
+            f"oneDNN keeps a kernel of {KERNEL_BYTES >> 10} KiB for each product of each number of rows that an"
+            f" expert gets in 16 bit: about {kernels} in these steps, up to {MOST_KERNELS} in longer runs"
+            f" ({MOST_KERNELS * KERNEL_BYTES / 2**20:.0f} MiB; ONEDNN_PRIMITIVE_CACHE_CAPACITY)"
+        )
+    if not run["malloc"]:
+        notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
+    if run["guesses"]:
+        notes.append(
+            f"the model reads values of tensors ({', '.join(run['guesses'])}); full masks and ones were assumed"
+        )
+    return notes
+
+
 def assembled(
     plan: Plan,
     moments: int,
@@ -147,12 +199,9 @@ def assembled(
     """looked: the peak of what initialize runs before it makes the plan, and before it imports `loaded`. shapes: what
     the first backward of a pipeline imports."""
     leased = run is not None and run["leased"]
-    kernels = 0
-    if run is not None and run["products"] and plan.dtype.itemsize < 4 and _generates(plan):
-        new = NEW_NUMBERS_AMX if "amx_bf16" in cpu.cpu_flags() else NEW_NUMBERS
-        kernels = min(MOST_KERNELS, int(new * run["products"] * 3))  # a forward's product has two in backward
+    kernels = _kernels(plan, run)
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
-    gpu, notes = plan.device != "cpu", []
+    gpu = plan.device != "cpu"
     trained = sum(p.numel for p in plan.params if p.index is not None)
     largest = max((p.numel for p in plan.params if p.index is not None), default=0)
     shared = sum(r.shared for r in rows)
@@ -162,61 +211,18 @@ def assembled(
     copy_ = largest * 4 if plan.has_master and plan.world > 1 else 0  # one at a time goes to all ranks in fp32
     looked -= code - CODE_BYTES_LOOKED if looked else 0
     init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
-    on_device = gpu and not plan.parameters_away  # else the model never goes there
-    rows.append(
-        Row("the model's own parameters, freed", host=0 if on_device else freed, device=freed if on_device else 0)
-    )
-    if gpu and plan.parameters_away:
-        notes.append(
-            "parameters are on the device while they are used: at most stage3_max_live_parameters of them, and a third"
-            " of its memory"
-        )
+    rows.append(_on(gpu and not plan.parameters_away, "the model's own parameters, freed", freed))  # or never there
     live = heap = saved = 0
-    if run is not None and gpu:
-        notes.append("activations are those that the CPU's kernels save")
     if run is not None:
         live, saved = run["live"], run["saved"]
         heap = max(run["resident"], live) if not gpu else live
-        rows.append(Row("activations, saved for backward", host=0 if gpu else saved, device=saved if gpu else 0))
-        more = live - saved
-        what = "more at the peak" + (", with optimizer states" if torch_states else "")
-        rows.append(Row(what, host=0 if gpu else more, device=more if gpu else 0))
+        more = "more at the peak" + (", with optimizer states" if torch_states else "")
+        rows += [_on(gpu, "activations, saved for backward", saved), _on(gpu, more, live - saved)]
         if heap > live:
-            rows.append(
-                Row(
-                    f"gradients ({plan.accumulator.short}) in the heap's free memory, holes"
-                    if leased
-                    else "holes that the heap keeps",
-                    host=heap - live,
-                )
-            )
-        notes.append(f"the peak of live tensors is in {run['at']}")
-        if run["recomputed"]:
-            notes.append(f"recomputed, by arithmetic in the place of times: {run['recomputed']}")
-        if run["rows"]:
-            now, most = run["rows"]
-            bound = f"; uneven gates may send up to {most}" if most > now else ", and no more than that can be"
-            notes.append(
-                f"mixtures of experts: gates are taken to choose evenly and to fill the places that there are,"
-                f" {now} rows for a layer's experts on this rank{bound}"
-            )
+            gradients = f"gradients ({plan.accumulator.short}) in the heap's free memory, holes"
+            rows.append(Row(gradients if leased else "holes that the heap keeps", host=heap - live))
         if kernels:
-            notes.append(
-                f"oneDNN keeps a kernel of {KERNEL_BYTES >> 10} KiB for each product of each number of rows that an"
-                f" expert gets in 16 bit: about {kernels} in these steps, up to {MOST_KERNELS} in longer runs"
-                f" ({MOST_KERNELS * KERNEL_BYTES / 2**20:.0f} MiB; ONEDNN_PRIMITIVE_CACHE_CAPACITY)"
-            )
             rows.append(Row("kernels for numbers of rows", host=kernels * KERNEL_BYTES))
-        if not run["malloc"]:
-            notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
-        if run["guesses"]:
-            notes.append(
-                f"the model reads values of tensors ({', '.join(run['guesses'])}); full masks and ones were assumed"
-            )
-    else:
-        notes.append("activations are not included: pass a sample batch")
-        if torch_states:
-            notes.append("states of a torch optimizer are not included: pass a sample batch")
     if loaded or shapes or code:
         rows.append(Row("Python modules and kernels, loaded once", host=loaded + shapes + code))
     rank = max(init, host + (0 if gpu else freed + heap) + loaded + shapes + kernels * KERNEL_BYTES) + code
@@ -243,5 +249,5 @@ def assembled(
         backward_bound=plan.backward_bound,
         known=run is not None,
         steps=steps,
-        notes=tuple(notes),
+        notes=tuple(_notes(plan, run, torch_states, kernels)),
     )
