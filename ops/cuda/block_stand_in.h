@@ -102,6 +102,7 @@ private:
     __sanitizer_start_switch_fiber(&fake, t.stack.get(), kStack);
 #endif
     swapcontext(&main_, &t.context);
+    t.context.uc_stack = {}; // AddressSanitizer forgets all of a stack that it is told of: once, when a thread begins
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #endif
