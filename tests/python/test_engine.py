@@ -923,6 +923,28 @@ def test_a_step_that_raised_part_way_is_not_made_again(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(other, found[2], strict=True))
 
 
+def test_a_step_whose_weights_can_not_be_taken_is_not_made_again():
+    """Its optimizer has stepped, and states are changed."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    class Shrinks(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.data = p.data.reshape(-1)[1:].clone()
+
+    model = tiny.make_model()
+    cfg = tiny.config(0, micro=8, optimizer=None, zero_allow_untested_optimizer=True)
+    engine, *_ = deepc.initialize(model=model, config=cfg, optimizer=Shrinks(model.parameters(), lr=0.1))
+    engine.backward(engine(*tiny.make_batch(0)))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        engine.step()
+    with pytest.raises(DeepcError, match="step 1 was broken off in its update"):
+        engine.step()
+    engine.destroy()
+
+
 def test_hooks_of_the_optimizers_state_dict_are_called():
     import deepc
 

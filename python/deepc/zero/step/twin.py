@@ -81,6 +81,7 @@ class TwinUpdate:
             if grad_scale != 1.0:
                 torch.ops.deepc.scale_tensor(st.acc, 1.0 / grad_scale)
             raise
+        self.unchanged = False
         self._take(groups)
 
     def change(self, method: str, groups: Sequence[dict[str, Any]]) -> None:
