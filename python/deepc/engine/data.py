@@ -4,10 +4,8 @@ saved), and the cast of inputs."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from ..core.foreign import private
 from ..core.telemetry import waits
 from ..errors import ArgumentError
+from ..parallel.sequence.shards import each_tensor
 
 if TYPE_CHECKING:
     from ..zero.step.tree import MicroBatchSampler
@@ -180,40 +179,5 @@ def make_loader(
 
 @private.uncompiled
 def cast_floats(x: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in nested tuples, lists, mappings and dataclasses, cast. A dataclass and a mapping that
-    can be changed (a tokenizer's BatchEncoding) keep their type, and are copied where something in them is cast;
-    another mapping becomes a dict."""
-    if isinstance(x, torch.Tensor):
-        return x.to(dtype) if x.is_floating_point() else x
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(cast_floats(v, dtype) for v in x))
-    if isinstance(x, (list, tuple)):
-        return type(x)(cast_floats(v, dtype) for v in x)
-    if type(x) is dict:
-        return {k: cast_floats(v, dtype) for k, v in x.items()}
-    if isinstance(x, Mapping):
-        return _with_items(x, {k: cast_floats(v, dtype) for k, v in x.items()})
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
-        return _with_fields(x, {n: cast_floats(getattr(x, n), dtype) for n in fields})
-    return x
-
-
-def _with_items(x: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    if all(items[k] is v for k, v in x.items()):
-        return x
-    if not isinstance(x, MutableMapping):
-        return items
-    like = copy.copy(x)
-    for k, v in items.items():
-        like[k] = v
-    return like
-
-
-def _with_fields(x: Any, fields: dict[str, Any]) -> Any:
-    if all(getattr(x, n) is v for n, v in fields.items()):
-        return x
-    like = copy.copy(x)
-    for n, v in fields.items():
-        object.__setattr__(like, n, v)  # a frozen one's too
-    return like
+    """x with its floating-point tensors cast: see each_tensor."""
+    return each_tensor(x, lambda t: t.to(dtype) if t.is_floating_point() else t)

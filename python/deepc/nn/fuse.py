@@ -391,6 +391,7 @@ def _layers(function: Any) -> list[Any]:
 
 
 def calls(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward itself, below what is wrapped around it, reads the global `name`."""
     layers = _layers(type(module).forward)
     return all(isinstance(f, types.FunctionType) for f in layers) and name in layers[-1].__code__.co_names
 

@@ -25,11 +25,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...core import memory
-from ...errors import ArgumentError, DeepcError, DiskError, StrayWriteError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
 from ...plan.layout import Segment
 from ...zero.parameters.gathered import is_expanded
 from ...zero.parameters.param import share
-from ...zero.tiers.agree import together
+from ...zero.tiers.agree import run_together
 from ...zero.tiers.windows import Window
 from .access import _Access, of_all_ranks
 from .saving import take_in_writes
@@ -220,13 +220,8 @@ class EMA:
         if not engine.plan.updates_on_disk:
             part()
             return
-        failure: DiskError | None = None
         try:
-            part()
-        except DiskError as exc:
-            failure = exc
-        try:
-            together(engine.everyone, failure)
+            run_together(engine.everyone, part)
         except DeepcError as exc:
             if engine.averages.get(self.label) is self:
                 why = f"average '{self.label}' (in applied() the weights as well) is changed in part ({exc})"

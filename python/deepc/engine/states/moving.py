@@ -14,7 +14,7 @@ from ...errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
 from ...optim.factory import check_on_disk
 from ...optim.rules import ONEBIT
 from ...plan.derive import disk_states, with_states
-from ...zero.tiers.agree import together
+from ...zero.tiers.agree import run_together, together
 from ...zero.tiers.disk import open_tier, preflight
 from ...zero.tiers.parked import AWAY, HostCopies
 from ...zero.tiers.split import parts_of
@@ -170,14 +170,14 @@ def _park(engine: EngineBase, include: Iterable[str] | None, locked: bool) -> No
 
 
 def _unpark(engine: EngineBase) -> None:
-    assert engine.parked is not None  # the caller has looked
-    failure: Exception | None = None
-    try:
-        engine.parked.bring_back()
+    parked = engine.parked
+    assert parked is not None  # the caller has looked
+
+    def bring() -> None:
+        parked.bring_back()
         engine.optimizer.bring_twins()
-    except DeepcError as exc:
-        failure = exc
-    together(engine.everyone, failure)
+
+    run_together(engine.everyone, bring)
     for name, array in engine._stands.items():
         setattr(engine.state, name, array)
     engine._stands.clear()

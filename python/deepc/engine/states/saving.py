@@ -28,7 +28,7 @@ from ...core.ops import name_of
 from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
 from ...parallel.expert.spread import gather_experts, is_spread, name_among_all
 from ...zero.parameters import owners
-from ...zero.tiers import agree
+from ...zero.tiers.agree import run_together
 from ...zero.tiers.windows import Window
 from ..base import say
 from .access import module_state_dict
@@ -349,12 +349,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
 def take_in_writes(engine: EngineBase) -> None:
     """What a script has written since the last step counts. What the disk of some rank refuses is raised on all.
     Collective, where something lies on disk."""
-    failure: Exception | None = None
-    try:
-        engine.guard.take_in_writes()
-    except Exception as exc:  # told to the other ranks, then raised
-        failure = exc
     if engine.plan.updates_on_disk:
-        agree.together(engine.everyone, failure)
-    elif failure is not None:
-        raise failure
+        run_together(engine.everyone, engine.guard.take_in_writes)
+    else:
+        engine.guard.take_in_writes()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -68,16 +70,43 @@ def shard(
 
 
 def each_tensor(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """x with its tensors, in nested tuples, lists and dicts, changed."""
+    """x with its tensors, in nested tuples, lists, mappings and dataclasses, changed. A dataclass and a mapping that
+    can be changed (a tokenizer's BatchEncoding) keep their type, and are copied where something in them is another;
+    another mapping becomes a dict."""
     if isinstance(x, torch.Tensor):
         return change(x)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(each_tensor(v, change) for v in x))
     if isinstance(x, (list, tuple)):
         return type(x)(each_tensor(v, change) for v in x)
-    if isinstance(x, Mapping):
+    if type(x) is dict:
         return {k: each_tensor(v, change) for k, v in x.items()}
+    if isinstance(x, Mapping):
+        return _with_items(x, {k: each_tensor(v, change) for k, v in x.items()})
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [f.name for f in dataclasses.fields(x) if hasattr(x, f.name)]
+        return _with_fields(x, {n: each_tensor(getattr(x, n), change) for n in fields})
     return x
+
+
+def _with_items(x: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if all(items[k] is v for k, v in x.items()):
+        return x
+    if not isinstance(x, MutableMapping):
+        return items
+    like = copy.copy(x)
+    for k, v in items.items():
+        like[k] = v
+    return like
+
+
+def _with_fields(x: Any, fields: dict[str, Any]) -> Any:
+    if all(getattr(x, n) is v for n, v in fields.items()):
+        return x
+    like = copy.copy(x)
+    for n, v in fields.items():
+        object.__setattr__(like, n, v)  # a frozen one's too
+    return like
 
 
 def shorter(given: Any, part: int, length: int, group: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.lib import C
-from ...errors import DiskError, StrayWriteError, UnsupportedError
+from ...errors import StrayWriteError, UnsupportedError
 from ..step import publish
-from ..tiers.agree import together
+from ..tiers.agree import run_together
 from . import owners
 
 if TYPE_CHECKING:
@@ -53,15 +53,11 @@ class Guard:
         """After a write that was allowed (GatheredParameters with a modifier): masters follow where the values changed.
         Collective."""
         indices = {id(p): i for i, p in enumerate(self.state.trained)}
-        failure: DiskError | None = None
-        try:
-            self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
-        except DiskError as exc:
-            failure = exc
+        written = [indices[id(p)] for p in params if id(p) in indices]
         if self.state.plan.updates_on_disk:
-            together(self.group, failure)
-        elif failure is not None:
-            raise failure
+            run_together(self.group, lambda: self.state.master_from_params(written))
+        else:
+            self.state.master_from_params(written)
         self.group.barrier()
         if self.state.plan.parameters_as:
             self.publish()

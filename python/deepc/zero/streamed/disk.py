@@ -23,7 +23,7 @@ from ..parameters.param import FlatUnit, as_slots, slots
 from ..shards import give
 from ..sources import Piece, Source
 from ..state import ModelState
-from ..tiers.agree import together
+from ..tiers.agree import run_together, together
 from ..tiers.windows import OnDisk
 from ..tiers.windows import Window as Part
 
@@ -206,13 +206,11 @@ class DiskFlats:
         return []  # the source knows
 
     def take(self, state: Streams, params: Params, writer: int) -> None:
-        failure: DiskError | None = None
-        try:
+        def write() -> None:
             for p in params if state.plan.rank == writer else ():
                 state.units.write(p, p.detach())
-        except DiskError as exc:
-            failure = exc
-        together(cast(ModelState, state).group, failure)
+
+        run_together(cast(ModelState, state).group, write)
 
     def spread_written(self, state: Streams, params: Params, writer: int) -> None:
         if state.plan.nodes == 1:

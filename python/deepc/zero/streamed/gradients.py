@@ -136,7 +136,7 @@ class _Bucket(NamedTuple):
 
 
 class DiskReducer:
-    """The reducer of one rank (reducer.Reducer). A bucket opens with its first gradient and is written with its
+    """The reducer of one rank (reducers/base.Reducer). A bucket opens with its first gradient and is written with its
     last."""
 
     tree: Tree | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -42,6 +42,16 @@ def said_once(told: Iterable[DeepcError]) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def run_together(group: Gathers, work: Callable[[], object]) -> None:
+    """Calls `work`. Where it raises on some rank all raise: their own failure, or the first rank's. Collective."""
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    together(group, failure)
 
 
 def together(group: Gathers, failure: Exception | None, across: Gathers | None = None) -> None:

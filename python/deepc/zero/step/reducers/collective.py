@@ -55,7 +55,7 @@ class Reduction(NamedTuple):
 
 class TorchReducer:
     """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface
-    is reducer.Reducer. Made and closed collectively by `ranks` of the default group (None: all)."""
+    is base.Reducer. Made and closed collectively by `ranks` of the default group (None: all)."""
 
     tree: Tree | None = None
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class NodesReducer(RingReducer):
-    """The reducer of several nodes. The interface of reducer.py, and `publish`."""
+    """The reducer of several nodes. The interface of base.py, and `publish`."""
 
     def __init__(
         self,
