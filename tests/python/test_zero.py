@@ -692,3 +692,32 @@ def test_transformers_builds_and_loads_one_parameter_at_a_time(tmp_path, world, 
     for n, t in again.items():
         assert torch.equal(t, ranks[0][5][n]) and torch.equal(t, ranks[-1][5][n]), n
         assert not torch.equal(t, source.state_dict()[n]), n
+
+
+def _by_constructor(rank, world):
+    import deepc.compat.deepspeed as deepspeed
+    import transformers
+    from transformers.integrations import deepspeed as integration
+
+    living = Zero3()
+    integration.set_hf_deepspeed_config(living)
+    small = llama(num_hidden_layers=2, vocab_size=50, hidden_size=64, intermediate_size=64, num_labels=3)
+    torch.manual_seed(3 + rank)
+    model = transformers.LlamaForSequenceClassification(small)
+    built = {n: t.clone() for n, t in model.model.state_dict().items()}
+    integration.unset_hf_deepspeed_config()
+    cfg = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine = deepspeed.initialize(model=model, config=cfg)[0]
+    after = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.destroy()
+    return built, after
+
+
+def test_a_head_of_transformers_made_by_its_constructor_leaves_its_base_alone():
+    """The base is made under zero.Init inside of the constructor, whose weight init visits it once more."""
+    pytest.importorskip("transformers")
+    for _, after in (ranks := run_ranks(_by_constructor, 2)):
+        assert after.keys() == ranks[0][1].keys() and torch.equal(after["score.weight"], ranks[0][1]["score.weight"])
+        for n, t in ranks[0][0].items():
+            assert torch.equal(after[f"model.{n}"], t), n
+            assert n.endswith("norm.weight") or "layernorm" in n or t.std() > 0.01, n

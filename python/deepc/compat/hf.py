@@ -6,7 +6,8 @@ instead of nothing, and its plug-in leaves the word "auto" alone where it is a v
 
 transformers builds and loads models under zero.Init one parameter at a time if two things are switched off meanwhile
 (`loads_one_by_one`), with or without the compatibility layer. Under an HfDeepSpeedConfig it loads them outside of
-zero.Init, and asks for a state_dict for its names (`teach_loading`)."""
+zero.Init, and asks for a state_dict for its names (`teach_loading`); a base made inside of a head's constructor it
+initializes a second time on all ranks but the first (`teach_initializing`)."""
 
 from __future__ import annotations
 
@@ -123,6 +124,23 @@ def teach_loading(module: types.ModuleType) -> None:
         patches.applied("transformers-loading")
 
 
+def teach_initializing(module: types.ModuleType) -> None:
+    """transformers.integrations.deepspeed.initialize_weights_zero3 initializes on rank 0, and notes only there that it
+    has: on other ranks the constructor around a base would do it again, in their parameters of no elements under
+    DeepSpeed, in what all ranks share here."""
+
+    def around(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_weights_zero3(model: Any, *args: Any, **kwargs: Any) -> None:
+            initialize(model, *args, **kwargs)
+            for m in model.modules() if _is_installed() else ():
+                m._is_hf_initialized = True
+
+        return initialize_weights_zero3
+
+    if hasattr(module, "initialize_weights_zero3") and _wrap(module, "initialize_weights_zero3", around):
+        patches.applied("transformers-initializing")
+
+
 def teach_skipping(module: types.ModuleType) -> None:
     """accelerate.data_loader.skip_first_batches, by which Trainer resumes, makes a new loader of a loader's dataset:
     one whose batches ranks share (UlyssesSPDataLoaderAdapter) has none, and would be lost."""
@@ -141,6 +159,7 @@ def teach_skipping(module: types.ModuleType) -> None:
 
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {
     "transformers.modeling_utils": teach_loading,
+    "transformers.integrations.deepspeed": teach_initializing,
     "accelerate.state": teach_accelerate,
     "accelerate.utils.dataclasses": teach_plugin,
     "accelerate.data_loader": teach_skipping,

@@ -112,6 +112,12 @@ PATCHES = (
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(
+        "transformers-initializing",
+        "transformers.integrations.deepspeed.initialize_weights_zero3, while deepc.compat.deepspeed is installed",
+        "it notes on rank 0 alone what it has initialized; the others would do so again in memory that all share",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
         "parameter-class",
         "torch.nn.Parameter.__new__, inside zero.Init where ranks share no memory",
         "a parameter is sharded as it is made, before the whole model lies on one rank",
