@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...nn.fuse import calls
+from ..axes import without_values
 from .attention import attend
 from .loss import cross_entropy, of_all_ranks
+from .shards import ROUTER_MASK, mask_for_routers
 
 _PREFIX = "deepc_ulysses_"  # of the names of attentions here
 _names = itertools.count()
@@ -34,8 +36,8 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     own positions (shard()): attention sees all of them, by the model's attention implementation so far ("sdpa",
     "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens (with
     num_items_in_batch, of whole sequences and equal on all ranks, their sum over that); router_logits of a mixture of
-    experts, which its load-balance loss is made of, become those of all positions. Returns the model; to be called
-    once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
+    experts, which its load-balance loss is made of, become those of all positions that count (shard()'s router_mask).
+    Returns the model; to be called once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
     model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows, and for
     layers that mix positions otherwise (state spaces)."""
     config = getattr(model, "config", None)
@@ -92,16 +94,46 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     for part in {id(c): c for c in (config, text)}.values():
         part._attn_implementation = name
     model.loss_function = loss  # type: ignore[assignment]
+    routers = _Routers(group)
     model.register_forward_pre_hook(_check, with_kwargs=True)
-    cast(torch.nn.Module, model.base_model).register_forward_hook(lambda _, __, out: _routed(out, group))
+    model.register_forward_pre_hook(routers.take_mask, with_kwargs=True)
+    cast(torch.nn.Module, model.base_model).register_forward_hook(routers.routed)
+    if hasattr(text, "output_router_logits") or hasattr(config, "output_router_logits"):
+        mask_for_routers(group)
     return model
 
 
-def _routed(out: Any, group: Any) -> Any:
-    """The load-balance loss is of the experts' shares of all tokens: no mean of what it is for each rank's."""
-    if isinstance(found := getattr(out, "router_logits", None), tuple):
-        out.router_logits = tuple(of_all_ranks(t, group) for t in found)
-    return out
+class _Routers:
+    """The load-balance loss is of the experts' shares of all tokens that count: no mean of what it is for each rank's.
+    transformers would leave out those of padding by attention_mask, which is none here."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._mask: torch.Tensor | None = None  # of the call that runs; this rank's positions
+
+    def take_mask(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._mask = kwargs.get(ROUTER_MASK)
+        return args, {k: v for k, v in kwargs.items() if k != ROUTER_MASK}
+
+    def routed(self, _: Any, __: Any, out: Any) -> Any:
+        mask, self._mask = self._mask, None
+        if isinstance(found := getattr(out, "router_logits", None), tuple):
+            counted = None if mask is None else of_all_ranks(mask.flatten(), self._group) != 0
+            out.router_logits = tuple(self._of_all(t, counted) for t in found)
+        return out
+
+    def _of_all(self, logits: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        everyones = of_all_ranks(logits, self._group)
+        if counted is None or without_values(everyones):
+            return everyones
+        rows = everyones.flatten(0, -2)
+        if len(rows) != len(counted):
+            raise UnsupportedError(
+                f"sequence parallelism: router_logits of {list(logits.shape)} are not one row for each of this rank's"
+                f" {len(counted) // dist.get_world_size(self._group)} positions, so that padding can't be left out of"
+                " the load-balance loss; give batches without padding, of a length that the ranks divide"
+            )
+        return rows[counted]
 
 
 def _check(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

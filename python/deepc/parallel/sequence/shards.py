@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -11,6 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
+
+ROUTER_MASK = "router_mask"
+_with_routers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def mask_for_routers(group: Any) -> None:
+    """From now on shard() says which positions of a batch of `group` a load-balance loss counts."""
+    _with_routers.add(group)
 
 
 def shard(
@@ -24,15 +33,22 @@ def shard(
     are filled up with pad_id at their end, without labels.
 
     An attention_mask of ones is left out. With zeros, causal=True says that the model looks back only: where all zeros
-    are at the end (right padding) and have no labels, they don't count, and the mask is left out too. ArgumentError for
-    another mask or other shapes; UnsupportedError for packed samples (position_ids that do not go up by 1), and for
+    are at the end (right padding) and have no labels, they don't count, and the mask is left out too. For a share()d
+    mixture of experts there is `router_mask` then, and where sequences are filled up: 0 for positions that its
+    load-balance loss leaves out, 1 for others. ArgumentError for another mask or other shapes; UnsupportedError for packed samples (position_ids that do not go up by 1), and for
     tensors with the positions that are not known here."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise ArgumentError("sequence parallelism: a batch needs input_ids [samples, positions]")
     samples, length = ids.shape
-    known = {"input_ids": pad_id, "labels": ignore_index, "position_ids": 0, "shift_labels": ignore_index}
+    known = {
+        "input_ids": pad_id,
+        "labels": ignore_index,
+        "position_ids": 0,
+        "shift_labels": ignore_index,
+        ROUTER_MASK: 0,
+    }
     rest = {}
     for name, value in batch.items():
         if name in known:
@@ -57,6 +73,11 @@ def shard(
         whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
     part = -(-length // ranks)
     missing = part * ranks - length
+    if group in _with_routers and ROUTER_MASK not in whole:
+        mask = batch.get("attention_mask")
+        counted = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
+        if missing or not bool(counted.all()):
+            whole[ROUTER_MASK] = counted
     for name, t in whole.items():
         if missing:
             end = (
