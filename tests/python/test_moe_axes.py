@@ -43,8 +43,8 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts. group: of the ranks that share sequences. parts: of the positions, each of which the gate
-    sees alone, as a rank of such a group does."""
+    """Attention and experts. group: of the ranks that share sequences. parts: of the positions, in each of which experts
+    have places of their own, as on a rank of such a group; the load-balance loss is of all of them."""
 
     def __init__(self, places, ep, group, parts):
         super().__init__()
@@ -66,8 +66,10 @@ class Block(nn.Module):
 
             out = DistributedAttention(attention, self._group, scatter_idx=2, gather_idx=1)(q, k, v)
         x = x + self.out(out.flatten(2))
-        made = [self.moe(part)[:2] for part in self.norm2(x).chunk(self._parts, 1)]
-        return x + torch.cat([out for out, _ in made], 1), aux + sum(l_aux for _, l_aux in made) / self._parts
+        whole = self.norm2(x)
+        made = [self.moe(part)[:2] for part in whole.chunk(self._parts, 1)]
+        l_aux = made[0][1] if self._parts == 1 else self.moe(whole)[1]
+        return x + torch.cat([out for out, _ in made], 1), aux + l_aux
 
 
 def attention(q, k, v):

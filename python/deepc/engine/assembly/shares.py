@@ -26,6 +26,7 @@ from ...parallel.expert.spread import (
     one_size,
     ranks_of_experts,
     refuse_experts,
+    share_sequences,
     spread_tensors,
 )
 from ...parallel.judged import Parts
@@ -198,6 +199,7 @@ def _connected(engine: EngineBase, mesh: Mesh) -> Mesh:
     if engine.part is None:
         return connected(engine.module, mesh, engine.device)
     module, size = engine.module, 1
+    share_sequences(module, mesh)
     failure: Exception | None = None
     try:
         refuse_experts(module, size := ranks_of_experts(module), engine.device)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import ArgumentError, MisuseError
-from ..axes import without_values
+from ..axes import AxisGroup, without_values
+from ..sequence.loss import of_all_ranks
 
 NOISE = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2  # Switch, table 11
@@ -32,6 +33,8 @@ class Routes(NamedTuple):
     """[E] int64: tokens that chose each expert, whether there was a place or not."""
     balance: torch.Tensor
     """Scalar fp32, differentiable: the load-balance loss, 1 for even loads."""
+    loads: torch.Tensor
+    """[2E + 1] fp32, what it is made of, as sums over tokens: their gates, differentiable, their picks, and one each."""
 
     def of_each(self) -> list[int]:
         """`rows` as numbers. Those of tensors without values (a dry run) are evenly many."""
@@ -81,12 +84,20 @@ def route(
         slots[order] = torch.arange(n, device=order.device)
         slots = slots.view(k, tokens) if first else slots.view(tokens, k).t().contiguous()
         picked = choices if k > 2 else choices[:1]  # the loss of top-2 looks at first choices (GShard, section 2.2)
-        share = _counts(picked.reshape(-1), experts)[:experts].to(gates.dtype) / max(tokens, 1)
-    balance = (gates.sum(0) / max(tokens, 1) * share).sum() * (experts / len(picked))
+        picks = _counts(picked.reshape(-1), experts)[:experts].to(gates.dtype) / len(picked)
+    loads = torch.cat([gates.sum(0), picks, gates.new_full((1,), tokens)])
     weights = gates.gather(1, choices.t().clamp(max=experts - 1)).t() * (slots < n)
     if k > 1:
         weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
-    return Routes(order % max(tokens, 1) if first else order // k, slots, weights, rows, chosen, balance)
+    own = order % max(tokens, 1) if first else order // k
+    return Routes(own, slots, weights, rows, chosen, balance_of(loads), loads)
+
+
+def balance_of(loads: torch.Tensor) -> torch.Tensor:
+    """The load-balance loss of Routes.loads, or of their sum over calls that are one whole."""
+    experts, tokens = len(loads) // 2, loads[-1].clamp(min=1)
+    gates, picks = loads[:-1].view(2, experts)
+    return (gates / tokens * (picks / tokens)).sum() * experts
 
 
 def _choices(logits: torch.Tensor, gates: torch.Tensor, k: int, noise: str | None) -> torch.Tensor:
@@ -171,6 +182,7 @@ class TopKGate(torch.nn.Module):
             if not 0 < factor < math.inf:
                 raise ArgumentError(f"MoE: {name} = {factor!r} must be above 0 (drop_tokens=False leaves no token out)")
         self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
+        self.sequence: AxisGroup | None = None  # the ranks whose positions are one sequence; share_sequences
         self.k, self.num_experts = k, num_experts
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.min_capacity = min_capacity
@@ -194,7 +206,11 @@ class TopKGate(torch.nn.Module):
             if self.training and self.noisy_gate_policy == "Jitter":
                 x = x * torch.empty_like(x).uniform_(1 - JITTER, 1 + JITTER)
             logits = F.linear(x, self.wg.weight.float())
-            return self._routes(logits, used_token)
+            routes = self._routes(logits, used_token)
+            if self.sequence is None or without_values(logits):
+                return routes
+            everyones = of_all_ranks(routes.loads[None], self.sequence.process_group)
+            return routes._replace(balance=balance_of(everyones.sum(0)))
 
     def places(self, tokens: int) -> int | None:
         """Of an expert, for choices of `tokens` tokens; None: for all."""

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from ...errors import UnsupportedError
 from ...plan.mesh import Mesh
 from ...zero.parameters.gathered import is_zero_param
+from ..axes import AxisGroup, axis_group
+from .gate import TopKGate
 from .group import ExpertGroup, expert_group, mesh_with_experts
 from .layer import MoE
 
@@ -53,13 +55,22 @@ def spread_tensors(model: torch.nn.Module) -> frozenset[int]:
 
 
 def connected(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> Mesh:
-    """The mesh with the ranks that share the model's experts, which are connected where there are any. The errors are
-    those of refuse_experts and mesh_with_experts. Collective."""
+    """The mesh with the ranks that share the model's experts, which are connected where there are any, as are those
+    that share a sequence. The errors are those of refuse_experts and mesh_with_experts. Collective."""
+    share_sequences(model, mesh)
     refuse_experts(model, size := ranks_of_experts(model), device)
     if size > 1:
         mesh = mesh_with_experts(mesh, size)
         connect(model, expert_group(mesh))
     return mesh
+
+
+def share_sequences(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Its gates' load-balance losses are of whole sequences. Collective."""
+    group = axis_group(mesh, "sp", AxisGroup.of) if mesh.sp > 1 else None
+    for gate in model.modules():
+        if isinstance(gate, TopKGate):
+            gate.sequence = group
 
 
 def connect(model: torch.nn.Module, group: ExpertGroup) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ...errors import ArgumentError
 from ...plan.mesh import Coordinates, Mesh
 from ..expert.dispatch import combine, dispatch
-from ..expert.gate import capacity_of, route
+from ..expert.gate import balance_of, capacity_of, route
 from .collectives import Traffic, exchanged, largest, spread, summed
 
 Weights = Mapping[str, torch.Tensor]
@@ -248,7 +248,8 @@ def through_experts(
     tiny: Tiny, cell: Cell, ranks: Sequence[Weights], xs: Sequence[torch.Tensor], traffic: Traffic
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(output, load-balance loss) of each rank, which gates its own tokens: they travel to their experts' ranks and
-    back, as between real ones (parallel/expert/group.py)."""
+    back, as between real ones (parallel/expert/group.py). The loss is that of the ranks of a sequence together, whose
+    few numbers are not counted as traffic."""
     tokens = [x.reshape(-1, x.shape[-1]) for x in xs]
     places, own = tiny.places(len(tokens[0])), tiny.experts // cell.ep
     routes = [route(F.linear(t, w["gate"]), tiny.top, capacity=places) for t, w in zip(tokens, ranks)]
@@ -284,7 +285,8 @@ def through_experts(
         for i, t in zip(group, exchanged(traffic, "ep", [outs[i] for i in group], back)):
             outs[i] = t
     found = [combine(torch.cat([t, t.new_zeros(1, t.shape[1])]), r) for t, r in zip(outs, routes)]
-    return [y.view(x.shape) for y, x in zip(found, xs)], [r.balance for r in routes]
+    loads = over(cell.sequence_groups(), [r.loads for r in routes], lambda some: [torch.stack(some).sum(0)] * len(some))
+    return [y.view(x.shape) for y, x in zip(found, xs)], [balance_of(t) for t in loads]
 
 
 def _computed(w: Weights, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:

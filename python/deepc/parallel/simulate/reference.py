@@ -17,7 +17,7 @@ def alone(
     tiny: Tiny, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], parts: int = 1
 ) -> tuple[list[float], Gradients]:
     """(losses, gradients of the first step before clipping) of steps on [dp, micro-batches, samples, seq] tokens.
-    parts: of a sequence, each of which a gate sees by itself."""
+    parts: of a sequence, in each of which experts have places of their own."""
     weights = {k: {n: w.requires_grad_() for n, w in v.items()} for k, v in tiny.made().items()}
     every = [w for v in weights.values() for w in v.values()]
     optimizer = torch.optim.AdamW(every, lr=LR, weight_decay=DECAY)
@@ -53,7 +53,7 @@ def whole_loss(
         if tiny.experts:
             # a gate sees the positions of a rank in a micro-batch
             calls = y.view(len(ids), -1, parts, s // parts, h).transpose(1, 2).flatten(0, 1)
-            out, loss = _mixture(tiny, w, calls.flatten(1, 2))
+            out, loss = _mixture(tiny, w, calls.flatten(1, 2), parts)
             out = out.view(calls.shape).unflatten(0, (len(ids), parts)).transpose(1, 2)
             x, balance = x + out.reshape(b, s, h), balance + loss
         else:
@@ -63,8 +63,8 @@ def whole_loss(
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + BALANCE * balance
 
 
-def _mixture(tiny: Tiny, w: Weights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, mean load-balance loss) of [calls, tokens, hidden], with masks of tokens x experts (arXiv:2006.16668,
+def _mixture(tiny: Tiny, w: Weights, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, mean load-balance loss, of `parts` calls together) of [calls, tokens, hidden], with masks of tokens x experts (arXiv:2006.16668,
     algorithm 1; arXiv:2101.03961, section 2.2): each expert computes all tokens, and counts where it was chosen and had
     a place."""
     probabilities = F.linear(x, w["gate"]).softmax(-1)
@@ -83,4 +83,5 @@ def _mixture(tiny: Tiny, w: Weights, x: torch.Tensor) -> tuple[torch.Tensor, tor
     for e in range(tiny.experts):
         inner = F.gelu(F.linear(x, w["up"][e], w["up_bias"][e]))
         out = out + F.linear(inner, w["down"][e], w["down_bias"][e]) * counted[..., e : e + 1]
-    return out, tiny.experts * (probabilities.mean(1) * first.mean(1)).sum(-1).mean()
+    probabilities, first = (t.unflatten(0, (-1, parts)).flatten(1, 2).mean(1) for t in (probabilities, first))
+    return out, tiny.experts * (probabilities * first).sum(-1).mean()
