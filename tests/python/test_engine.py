@@ -664,6 +664,13 @@ def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
         ("AdamW", "amsgrad", True, "param group 0 has asked for other states"),
         ("SGD", "momentum", 0.9, "param group 0 has asked for other states"),
         ("Muon", "use_muon", False, "param group 0 has asked for other states"),
+        ("Muon", "momentum", 1.5, r"of param group 0 momentum must be in \[0, 1\), got 1.5"),
+        ("Adafactor", "d", 0.0, "of param group 0 d must be >= 1, got 0.0"),
+        ("Adafactor", "beta2_decay", float("nan"), "of param group 0 beta2_decay must be <= 0, got nan"),
+        ("Adafactor", "eps", (None, -1.0), r"of param group 0 eps\[1\] must be >= 0, got -1.0"),
+        ("Adafactor", "eps", 1e-8, "of param group 0 eps must be two numbers"),
+        ("Lamb", "max_coeff", float("nan"), "of param group 0 max_coeff must be >= 0, got nan"),
+        ("Adagrad", "lr_decay", -1.0, "of param group 0 lr_decay must be >= 0, got -1.0"),
     ],
 )
 def test_a_number_that_no_step_can_be_made_with_counts_no_step(kind, key, value, text):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .adamw import AdamW
+from .kinds import adafactor, lamb, muon
 from .kinds.adafactor import Adafactor
 from .kinds.adagrad import Adagrad
 from .kinds.lamb import Lamb
@@ -17,6 +18,7 @@ from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
 from .onebit.dropin import OneBitOptimizer
+from .states.dense import check_range
 from .states.formats import ADAGRAD, ADAMW, DECOUPLED, LION, NESTEROV, SGD_RULE, check_state_dtype
 
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
@@ -40,7 +42,8 @@ class Scalars(NamedTuple):
 class CoreRule:
     """An optimizer as dc_step knows it. names: all states, in the order of dc_step_args.state; keeps(group): how many
     of them its parameters use; scalars(group, step); start(group): what the states begin as; form: how they are stored,
-    where that is not fp32 (optim/states/formats.py)."""
+    where that is not fp32 (optim/states/formats.py); check(group): ArgumentError for what else a group has that no step
+    can be made with."""
 
     kind: int
     names: tuple[str, ...]
@@ -48,6 +51,7 @@ class CoreRule:
     scalars: Callable[[Mapping[str, Any], int], Scalars]
     start: Callable[[Mapping[str, Any]], float] = lambda group: 0.0
     form: str = ""
+    check: Callable[[Mapping[str, Any]], None] = lambda group: None
 
 
 def _form(base: torch.optim.Optimizer) -> str:
@@ -83,7 +87,13 @@ def _adagrad(base: torch.optim.Optimizer) -> CoreRule:
         return Scalars(lr, 0.0, 0.0, float(g["eps"]), float(g["weight_decay"]), 0)
 
     return CoreRule(
-        ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]), _form(base)
+        ADAGRAD,
+        ("sum",),
+        lambda g: 1,
+        scalars,
+        lambda g: float(g["initial_accumulator_value"]),
+        _form(base),
+        lambda g: check_range("lr_decay", g["lr_decay"]),
     )
 
 
@@ -103,7 +113,7 @@ def _lamb(base: torch.optim.Optimizer) -> CoreRule:
         beta1, beta2 = (float(b) for b in g["betas"])
         return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), 0)
 
-    return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars, form=_form(base))
+    return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars, form=_form(base), check=lamb.check_group)
 
 
 def _muon(base: torch.optim.Optimizer) -> CoreRule:
@@ -117,6 +127,7 @@ def _muon(base: torch.optim.Optimizer) -> CoreRule:
         lambda g: 1 if g["use_muon"] else 2,
         scalars,
         form=_form(base),
+        check=muon.check_group,
     )
 
 
@@ -124,7 +135,7 @@ def _adafactor(base: torch.optim.Optimizer) -> CoreRule:
     def scalars(g: Mapping[str, Any], step: int) -> Scalars:
         return Scalars(float(g["lr"]), 0.0, 0.0, 0.0, float(g["weight_decay"]), 0)
 
-    return CoreRule(ADAFACTOR, ("row_var", "col_var", "variance"), lambda g: 3, scalars)
+    return CoreRule(ADAFACTOR, ("row_var", "col_var", "variance"), lambda g: 3, scalars, check=adafactor.check_group)
 
 
 def _onebit(base: OneBitOptimizer) -> CoreRule:

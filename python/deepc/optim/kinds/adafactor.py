@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ...core.lib import AdafactorArgs
 from ...core.ops import code, run_on
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_beside, check_numel, check_range, check_tensor, loss_of
+from ..states.dense import Optimizer, check_beside, check_numel, check_range, check_tensor, is_number, loss_of
 from ..states.norms import blocks_of, sum_in_order
 
 FACTORS = ("row_var", "col_var")
@@ -81,6 +81,19 @@ def rate_of(squares: tuple[float, float], numel: int, group: dict[str, Any], ste
     return rate / max(1.0, math.sqrt(update_square / numel) / float(group["d"]))
 
 
+def check_group(group: Mapping[str, Any]) -> None:
+    """ArgumentError for numbers of a group that no step can be made with."""
+    eps, decay, d = group["eps"], group["beta2_decay"], group["d"]
+    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+        raise ArgumentError(f"eps must be two numbers, the first may be None, got {eps!r}")
+    for name, value in (("eps[0]", eps[0] or 0.0), ("eps[1]", eps[1])):
+        check_range(name, value)
+    if not is_number(decay) or not -math.inf < float(decay) <= 0.0:
+        raise ArgumentError(f"beta2_decay must be <= 0, got {decay!r}")
+    if not is_number(d) or not 1.0 <= float(d) < math.inf:
+        raise ArgumentError(f"d must be >= 1, got {d!r}")
+
+
 class Adafactor(Optimizer):
     """torch.optim.Adafactor's arguments, groups and states: `step`, of parameters with two dimensions or more `row_var`
     and `col_var`, of others `variance`, all fp32 (float64 of float64 parameters). CPU and CUDA. Four passes over the
@@ -98,14 +111,9 @@ class Adafactor(Optimizer):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        if not isinstance(eps, (tuple, list)) or len(eps) != 2:
-            raise ArgumentError(f"eps must be two numbers, the first may be None, got {eps!r}")
-        for name, value in (("lr", lr), ("eps[0]", eps[0] or 0.0), ("eps[1]", eps[1]), ("weight_decay", weight_decay)):
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             check_range(name, value)
-        if not -math.inf < float(beta2_decay) <= 0.0:
-            raise ArgumentError(f"beta2_decay must be <= 0, got {beta2_decay}")
-        if not 1.0 <= float(d) < math.inf:
-            raise ArgumentError(f"d must be >= 1, got {d}")
+        check_group({"eps": eps, "beta2_decay": beta2_decay, "d": d})
         defaults = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d, weight_decay=weight_decay)
         super().__init__(params, {**defaults, "foreach": foreach, "maximize": maximize})
 

@@ -105,6 +105,15 @@ def step_lamb(
     return ratios
 
 
+def check_group(group: Mapping[str, Any]) -> None:
+    """ArgumentError for bounds of the ratio that no step can be made with."""
+    least, most = group["min_coeff"], group["max_coeff"]
+    check_range("max_coeff", most)
+    check_range("min_coeff", least)
+    if not float(least) <= float(most):
+        raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {least} with max_coeff {most}")
+
+
 class Lamb(Optimizer):
     """param_groups as AdamW's with `max_coeff` and `min_coeff`, the bounds of the ratio (DeepSpeed's FusedLamb); state
     `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
@@ -127,11 +136,9 @@ class Lamb(Optimizer):
         state_dtype: str | None = None,
     ) -> None:
         self.state_dtype = check_state_dtype("Lamb", state_dtype)
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("max_coeff", max_coeff)):
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             check_range(name, value)
-        check_range("min_coeff", min_coeff)
-        if not float(min_coeff) <= float(max_coeff):
-            raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {min_coeff} with max_coeff {max_coeff}")
+        check_group({"min_coeff": min_coeff, "max_coeff": max_coeff})
         check_betas(betas)
         super().__init__(
             params,

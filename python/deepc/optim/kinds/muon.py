@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import Optimizer, check_betas, check_range, loss_of, new_states, packed_item
+from ..states.dense import Optimizer, check_betas, check_range, is_number, loss_of, new_states, packed_item
 from ..states.formats import (
     ADAMW,
     DECOUPLED,
@@ -121,6 +121,22 @@ def in_both_kinds(params: Sequence[Any]) -> list[dict[str, Any]]:
     return out
 
 
+def check_group(group: Mapping[str, Any]) -> None:
+    """ArgumentError for what a group says of matrices and no step can be made with."""
+    steps, three, method = group["ns_steps"], group["ns_coefficients"], group.get("ns_method", "standard")
+    check_range("momentum", group["momentum"], 1.0)
+    check_range("eps", group["eps"])
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ArgumentError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
+    are_three = isinstance(three, (tuple, list)) and len(three) == 3 and all(map(is_number, three))
+    if not (isinstance(steps, int) and 0 < steps < 100) or not are_three:
+        raise ArgumentError(f"ns_steps must be from 1 to 99 with three ns_coefficients, got {steps!r} and {three!r}")
+    if method not in METHODS:
+        raise ArgumentError(f"ns_method must be 'standard' or 'gram', got {method!r}")
+    if group["ns_dtype"] not in ("bfloat16", "float32"):
+        raise ArgumentError(f"ns_dtype must be 'bfloat16' or 'float32', got {group['ns_dtype']!r}")
+
+
 class Muon(Optimizer):
     """torch.optim.Muon's arguments and state (`momentum_buffer`), and parameters of any number of dimensions: matrices
     are stepped by Muon with muon_lr (None: lr), all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and
@@ -168,41 +184,27 @@ class Muon(Optimizer):
                 " which Muon makes as long as the others (a GPT's loss was 1.12 of what it is). Use 'int8'"
             )
         rates = {k: v for k, v in (("muon_lr", muon_lr), ("adam_lr", adam_lr)) if v is not None}
-        for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adam_eps": adam_eps, **rates}.items():
+        for name, value in {"lr": lr, "weight_decay": weight_decay, "adam_eps": adam_eps, **rates}.items():
             check_range(name, value)
-        check_range("momentum", momentum, 1.0)
         check_betas(adam_betas, "adam_betas")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ArgumentError(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
-        three = isinstance(ns_coefficients, (tuple, list)) and len(ns_coefficients) == 3
-        if not (isinstance(ns_steps, int) and 0 < ns_steps < 100) or not three:
-            raise ArgumentError(
-                f"ns_steps must be from 1 to 99 with three ns_coefficients, got {ns_steps!r} and {ns_coefficients!r}"
-            )
-        if ns_method not in METHODS:
-            raise ArgumentError(f"ns_method must be 'standard' or 'gram', got {ns_method!r}")
-        ns_dtype = ns_dtype or ("bfloat16" if ns_method == "standard" else "float32")
-        if ns_dtype not in ("bfloat16", "float32"):
-            raise ArgumentError(f"ns_dtype must be 'bfloat16' or 'float32', got {ns_dtype!r}")
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                nesterov=nesterov,
-                ns_coefficients=tuple(ns_coefficients),
-                eps=eps,
-                ns_steps=ns_steps,
-                adjust_lr_fn=adjust_lr_fn,
-                muon_lr=muon_lr,
-                adam_lr=adam_lr,
-                adam_betas=tuple(adam_betas),
-                adam_eps=adam_eps,
-                ns_method=ns_method,
-                ns_dtype=ns_dtype,
-            ),
+        defaults: dict[str, Any] = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            muon_lr=muon_lr,
+            adam_lr=adam_lr,
+            adam_betas=tuple(adam_betas),
+            adam_eps=adam_eps,
+            ns_method=ns_method,
+            ns_dtype=ns_dtype or ("bfloat16" if ns_method == "standard" else "float32"),
         )
+        check_group(defaults)
+        super().__init__(params, {**defaults, "ns_coefficients": tuple(ns_coefficients)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds one or two groups: the matrices of this one, and the rest. Parameters may have their names with them, as

@@ -94,13 +94,18 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
+def is_number(value: Any) -> bool:
+    """Whether float() takes it, a tensor of one element too; a string is none."""
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, str)
+
+
 def check_range(name: str, value: Any, below: float = float("inf")) -> None:
     """ArgumentError unless it is a number, 0 <= value < below."""
-    try:
-        fits = not isinstance(value, str) and 0.0 <= float(value) < below
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
+    if not is_number(value) or not 0.0 <= float(value) < below:
         bound = "be >= 0" if below == float("inf") else f"be in [0, {below:g})"
         raise ArgumentError(f"{name} must {bound}, got {value!r}")
 

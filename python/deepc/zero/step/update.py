@@ -302,6 +302,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"engine.step(): {names.get(name, name)} of param group {i} is {value}, which must be {bound}."
                         " Set it (an LR schedule may have set this), and call step() again: nothing was stepped"
                     )
+            try:
+                self._core.check(g)
+            except ArgumentError as exc:
+                raise ArgumentError(
+                    f"engine.step(): of param group {i} {exc}. Set it, and call step() again: nothing was stepped"
+                ) from None
             keeps = self._core.keeps(g)
             if keeps > most or (keeps != most and self._core.kind in ACROSS):
                 raise ArgumentError(
