@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
+import time
 
 import pytest
+from deepc.core import files
 from deepc.core.files import atomic_write
 
 
@@ -51,3 +55,46 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     with pytest.raises(IsADirectoryError), atomic_write(tmp_path / "folder") as f:
         f.write(b"x")
     assert sorted(os.listdir(tmp_path)) == ["folder", "there"] and path.read_text() == "old"
+
+
+_WRITES = """
+import os, signal, sys
+from deepc.core.files import atomic_write
+with atomic_write(sys.argv[1]) as f:
+    f.write(b"half")
+    f.flush()
+    print("there", flush=True)
+    sys.stdin.read(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_kill_leaves_goes_with_the_next_write_of_the_name(tmp_path):
+    path = tmp_path / "latest"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITES, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout.readline() == "there\n"
+    (left,) = os.listdir(tmp_path)
+    with atomic_write(path) as f:
+        f.write(b"a")
+    assert sorted(os.listdir(tmp_path)) == sorted([left, "latest"])  # its writer lives
+    writer.communicate("x")
+    with atomic_write(tmp_path / "latest-2") as f:
+        f.write(b"b")
+    assert left in os.listdir(tmp_path)  # another name
+    with atomic_write(path) as f:
+        f.write(b"c")
+    assert sorted(os.listdir(tmp_path)) == ["latest", "latest-2"] and path.read_text() == "c"
+
+
+def test_a_file_of_another_host_goes_when_nobody_has_written_to_it_for_a_day(tmp_path):
+    names = [f".there-{host}0123456789abcdef.tmp" for host in ("0a1b2c3d-", "")]  # also of releases before
+    for name, age in zip(names, (0.5, 2)):
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (time.time() - age * files._ABANDONED_S,) * 2)
+    for age, left in ((0.5, names[:1]), (1.5, [])):
+        os.utime(tmp_path / names[0], (time.time() - age * files._ABANDONED_S,) * 2)
+        with atomic_write(tmp_path / "there") as f:
+            f.write(b"x")
+        assert sorted(os.listdir(tmp_path)) == [*left, "there"]

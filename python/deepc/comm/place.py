@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core import env
+from ..core.files import boot_id
 from ..errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ def node_id() -> str:
     if given:
         return given
     try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError as exc:
         raise UnsupportedError(
             f"can't tell which node this is ({exc}); set DEEPC_NODE_ID to one name per machine"

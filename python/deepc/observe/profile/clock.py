@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.files import boot_id
+
 ROUNDS = 16
 
 
@@ -30,9 +32,7 @@ class Clock:
 def identity() -> str:
     """The same for processes that read the same CLOCK_MONOTONIC: the boot, and the time namespace."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
         return socket.gethostname()
 
