@@ -207,6 +207,30 @@ def test_clipping_by_hand_is_told_and_an_engine_for_evaluation_loads_what_a_trai
     assert all(clipped and same for _, clipped, same in (first, second))
 
 
+def _clip_by_hand(rank: int, world: int) -> tuple[list[str], bool]:
+    import deepc
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    model, (x, y) = tiny.make_model(), tiny.make_batch(rank, MICRO)
+    engine, *_ = deepc.initialize(model=model, config=tiny.config(2, micro=MICRO))
+    for _ in range(2):
+        engine.backward(engine(x, y))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        engine.step()
+    logging.getLogger("deepc").removeHandler(handler)
+    engine.destroy()
+    return [n for n in lines if "clips nothing" in n], hasattr(torch.nn.utils.clip_grad_norm_, "_deepc")
+
+
+def test_clipping_by_hand_is_told_under_deepcs_own_name():
+    (first, watched), (second, _) = run_ranks(_clip_by_hand, WORLD)
+    assert len(first) == 1 and "gradient_clipping" in first[0] and second == []
+    assert not watched  # no longer, without an engine
+
+
 def _import_paths(rank: int, world: int) -> bool:
     import deepc.compat.deepspeed  # noqa: F401
     from deepspeed.compression.helper import recursive_getattr, recursive_setattr

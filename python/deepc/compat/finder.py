@@ -23,9 +23,9 @@ from typing import Any
 
 from ..core.foreign import patches
 from ..errors import DeepcError, UnsupportedError
+from ..zero.parameters import clipping
 from . import hf, names
 from .runtime import parameters
-from .runtime.zero import clipping
 
 logger = logging.getLogger("deepc")
 

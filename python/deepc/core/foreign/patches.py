@@ -75,9 +75,10 @@ PATCHES = (
     ),
     Patch(
         "clip-grad",
-        "torch.nn.utils.clip_grad_norm_ and clip_grad_value_, while deepc.compat.deepspeed is installed",
+        "torch.nn.utils.clip_grad_norm_ and clip_grad_value_, while there is an engine, or deepc.compat.deepspeed is"
+        " installed",
         "called on parameters that an engine trains they clip nothing, and a line of the log says so",
-        "deepc.compat.deepspeed.uninstall()",
+        "engine.destroy(); deepc.compat.deepspeed.uninstall()",
     ),
     Patch(
         "accelerate",

@@ -31,7 +31,7 @@ from ...plan.mesh import Mesh
 from ...plan.plan import Plan
 from ...plan.predict.estimate import FirstStep, check_plan, refuse_if_too_big
 from ...zero.init import adopt
-from ...zero.parameters import gathered, owners
+from ...zero.parameters import clipping, gathered, owners
 from ...zero.parameters.alike import EqualSteps, Ranks, refuse_unequal
 from ...zero.parameters.guard import ModelWatch, make_guard
 from ...zero.resident import ResidentState
@@ -226,6 +226,8 @@ def assemble(
             )
         hold_parameters(engine, undo)
         owners.enter(engine)
+        clipping.watch(True)
+        undo.callback(clipping.watch, False)
         engine.model_watch = ModelWatch(model)
         engine.guard.remember()
         if engine.device.type == "cpu":

@@ -1,8 +1,9 @@
 """torch.nn.utils.clip_grad_norm_ and clip_grad_value_ on parameters that an engine trains.
 
-Gradients are with the engine, not in `.grad`, so that both find nothing to clip. At stage 0 DeepSpeed leaves them in
-`.grad`, and scripts written for it (or for DDP) call these between backward and step: a line of the log says that they
-clip nothing, and what does. Replaced while the name deepspeed is deepc's, for every script that imports them later."""
+Gradients are with the engine, not in `.grad`, so that both find nothing to clip. Scripts written for DDP (or for
+DeepSpeed, which leaves them in `.grad` at stage 0) call these between backward and step: a line of the log says that
+they clip nothing, and what does. Replaced while there is an engine, and while the name deepspeed is deepc's, which
+reaches scripts that import them before they have one."""
 
 from __future__ import annotations
 
@@ -15,18 +16,21 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ....core.foreign import patches
-from ....zero.parameters import owners
+from ...core.foreign import patches
+from . import owners
 
 logger = logging.getLogger("deepc")
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 _originals: dict[str, Callable[..., Any]] = {}
 _told: set[str] = set()
+_watching = 0
 
 
 def watch(on: bool) -> None:
-    """Calls of both are looked at from now on, or no longer."""
-    if on == bool(_originals):
+    """Calls of both are looked at from now on, or, when as many have said so, no longer."""
+    global _watching
+    before, _watching = _watching, _watching + (1 if on else -1)
+    if bool(before) == bool(_watching):
         return
     for name in _NAMES:
         if on:
