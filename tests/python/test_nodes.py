@@ -593,3 +593,22 @@ def test_a_transport_that_fails_is_the_same_error_on_every_rank(what):
     assert name == "RankDiedError" and "connection closed" in text
     ends = re.findall(r"rank \d \(pid \d+ on \S+, node (\d)\)", text)
     assert sorted(ends) == ["0", "1"], text
+
+
+def _sizes_of_gpu_ranks(rank, world):
+    from deepc.comm import start
+    from deepc.comm.groups import open_group
+
+    found = []
+    for nodes in ("0000", "0011"):
+        with on_node(f"host{nodes[rank]}"):
+            group = open_group(torch.device("cuda", 0), start.DEFAULT_TIMEOUT)
+        found.append((group.transport, group.node, group.node_sizes, group.ranks_per_node))
+        group.close()
+    return found
+
+
+def test_ranks_with_gpus_know_which_of_them_share_a_host():
+    """Each has memory of its own; a host's disk and memory are for all of its ranks."""
+    for rank, found in enumerate(run_ranks(_sizes_of_gpu_ranks, 4)):
+        assert found == [("c10d", 0, (4,), 1), ("c10d", rank // 2, (2, 2), 1)]

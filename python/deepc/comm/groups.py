@@ -332,7 +332,7 @@ class MultiNodeGroup:
 
 class TorchGroup(_OneNode):
     """Ranks on several nodes or GPUs, over torch.distributed's default group, or a group of `ranks` of it (then made
-    collectively by these). ranks: None for all. places: where they lie, of CPUs."""
+    collectively by these). ranks: None for all. places: where they lie."""
 
     transport: Literal["c10d"] = "c10d"
 
@@ -614,13 +614,11 @@ def open_group(
     a part of the ranks on GPUs, or (but with uneven_parts) on nodes with different numbers of them."""
     if not dist.is_initialized() or len(names := ranks or range(dist.get_world_size())) == 1:
         return SoloGroup()
-    if device.type != "cpu":
-        if ranks is not None:
-            raise UnsupportedError(
-                f"an engine of ranks {list(ranks)} of {dist.get_world_size()} on {device.type}: engines of a part of"
-                " the ranks exist on CPUs; see docs/status.md"
-            )
-        return TorchGroup(device)
+    if device.type != "cpu" and ranks is not None:
+        raise UnsupportedError(
+            f"an engine of ranks {list(ranks)} of {dist.get_world_size()} on {device.type}: engines of a part of"
+            " the ranks exist on CPUs; see docs/status.md"
+        )
     rank, world = names.index(dist.get_rank()), len(names)
     label, prefix = _own_prefix(label, ranks)
     store = dist.PrefixStore(prefix, private.default_store())
@@ -630,6 +628,8 @@ def open_group(
     finally:
         watch.end()
     places = found.topology
+    if device.type != "cpu":
+        return TorchGroup(device, places=places)
     if places.count == 1:
         return NodeGroup(store, rank, world, label, timeout, list(names), found)
     if places.even:
