@@ -703,7 +703,7 @@ def tied_figure(rank, world, folder=None):
     cfg = {**config(0, micro=2, gas=1), "deepc": {"log": {"format": "none"}, "run_dir": folder}}
     engine = deepc.initialize(model=model, config=cfg)[0]
     per_token, asked = engine.monitor.flops_per_token, []
-    for_this_job(counts, "job_peak", lambda *of: asked.append(of[2:]) or 1.0)
+    for_this_job(counts, "job_peak", lambda *of: asked.append(of[2:]) or 1e18)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     engine.train_batch(iter([(tokens, tokens)]))
     engine.monitor._averaged()
@@ -766,6 +766,20 @@ def test_the_peak_is_measured_once_and_only_for_a_line_that_is_shown(monkeypatch
             assert len(measured) == times, logging.getLevelName(level)
     finally:
         logger.setLevel(before)
+
+
+@pytest.mark.parametrize("later, at_most", [(1e15, 2), (1.0, 4)])
+def test_a_peak_that_other_work_has_slowed_is_measured_again(monkeypatch, tmp_path, later, at_most):
+    measured = []
+    monkeypatch.setattr(counts, "measured_peak", lambda *of: measured.append(of) or (later if measured[1:] else 1.0))
+    monkeypatch.setattr(counts, "_measured", {})
+    engine = make_engine(steps_per_print=1, deepc={"log": {"format": "plain"}, "run_dir": str(tmp_path)})
+    train(engine, 6)
+    engine.destroy()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    shares = [r["fraction_of_peak"] for r in records if "fraction_of_peak" in r]
+    assert shares and max(shares) <= 1.0 and 1 < len(measured) <= at_most
+    assert later == 1.0 or max(shares[-3:]) < 0.5
 
 
 def test_memory_tiers(tmp_path):

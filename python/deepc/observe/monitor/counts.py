@@ -247,6 +247,18 @@ def measured_once(dtype: torch.dtype, device: torch.device) -> float:
     return _measured[key]
 
 
+def measured_again(dtype: torch.dtype, device: torch.device) -> float:
+    """The same after another measurement, if that is more: other work may have slowed the first."""
+    before, key = measured_once(dtype, device), (dtype, device, torch.get_num_threads())
+    _measured[key] = max(before, measured_peak(dtype, device))
+    return _measured[key]
+
+
+def is_measured(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether job_peak is a measurement, not a data sheet's."""
+    return device.type != "cuda" or known_peak(torch.cuda.get_device_name(device), dtype) is None
+
+
 def job_peak(
     dtype: torch.dtype,
     device: torch.device,

@@ -32,6 +32,7 @@ from . import counts, sinks, tiers
 
 logger = logging.getLogger("deepc")
 _clock = time.perf_counter
+_MEASUREMENTS = 3  # of the peak, after the first
 SHARE = 1e-3  # of the time that lines, files and trackers may take together
 _FLUSH_S, _KEEP, _SAMPLE_S, _LIVE_S = 1.0, 512, 1.0, 0.5
 _meters: weakref.WeakSet[Meter] = weakref.WeakSet()
@@ -66,6 +67,7 @@ class Meter(Listener):
         self._flops_a_token: float | None = None
         self._flops_a_sample: float | None = None
         self._peak: float | None = None  # FLOP/s of all ranks
+        self._may_measure = _MEASUREMENTS  # more of it
         self._total: int | None = config.deepc.log.total_steps
         self._about = False  # that number is a guess
 
@@ -386,7 +388,7 @@ class Meter(Listener):
         if not result.applied:
             out["reason"] = result.reason
         if self._peak and flops:
-            out["fraction_of_peak"] = flops / seconds / self._peak
+            out["fraction_of_peak"] = flops / seconds / self._peak_above(flops / seconds)
         sent = engine.comm_bytes["total"]
         if engine.plan.nodes > 1 or sent:  # stages and tensor shards may lie on nodes of their own
             out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
@@ -453,7 +455,7 @@ class Meter(Listener):
             engine = self._engine
             self._peak = counts.job_peak(engine.dtype, engine.device, engine.everyone.node_sizes)
         sums, record = self._sums, {**self._now, **self._ahead()}
-        record.update(sums.rates(self._peak))
+        record.update(sums.rates(self._peak and self._peak_above(sums.flops / (sums.seconds or 1e-9))))
         if self._own:
             row = self._rows[self._rank]
             record["memory"] = {**record["memory"], "process": int(row[7]), "process_peak": int(row[8])}
@@ -462,6 +464,19 @@ class Meter(Listener):
         if self._scalars:
             record["scalars"] = {k: _number(v) for k, v in self._scalars.items()}
         return record
+
+    def _peak_above(self, rate: float) -> float:
+        """The peak, beside FLOP/s that were reached. One that was measured, which other work may have slowed, is measured
+        again if they are more, a few times, and is at least these."""
+        assert self._peak is not None  # the caller has looked
+        dtype, device = self._engine.dtype, self._engine.device
+        if rate > self._peak and counts.is_measured(dtype, device):
+            if self._may_measure:
+                self._may_measure -= 1
+                sizes = self._engine.everyone.node_sizes
+                self._peak = counts.job_peak(dtype, device, sizes, counts.measured_again)
+            self._peak = max(self._peak, rate)
+        return self._peak
 
     # ---- time left ---------------------------------------------------------------------------------------------------
     def _total_steps(self) -> int | None:
