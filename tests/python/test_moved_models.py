@@ -77,6 +77,28 @@ def test_a_model_that_is_cast_to_float64_is_told_by_its_parameters_name():
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda m: m.double(), "'0.weight' is torch.float64 on cpu"),
+        (lambda m: m[2].to("meta"), "'2.weight' is torch.float32 on meta"),
+        (lambda m: m[1].double(), "'1.weight' is torch.float64 on cpu"),  # frozen
+    ],
+)
+def test_a_forward_that_fails_for_a_cast_names_the_parameter(stage, change, said):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+    model[1].requires_grad_(False)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = deepc.initialize(model=model, config=config)[0]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # no cast: torch's own
+        engine(torch.ones(2, 3))
+    change(engine.module)
+    with pytest.raises(ArgumentError, match=f"parameter {said}, which the engine has made torch.float32 on cpu"):
+        engine(torch.ones(2, 8))
+    engine.destroy()
+
+
 def test_models_that_are_moved_cast_or_shared():
     for out in run_quietly(moved, 2):
         assert "cast of the model" in out["cast"] and "copy.deepcopy(model)" in out["cast"]

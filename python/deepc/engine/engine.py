@@ -27,6 +27,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..optim.schedules import stepper
+from ..zero.parameters.guard import casts_are_told
 from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures, said_once
 from . import assembly
@@ -85,6 +86,7 @@ class Engine(EngineBase):
                 self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
+                casts_are_told(self.module, self.state),
             ):
                 out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():

@@ -7,16 +7,19 @@ node read one copy, so that a write would act once per rank: it is refused, on a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...core.lib import C
-from ...errors import StrayWriteError, UnsupportedError
+from ...core.ops import casts
+from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
 from ..step import publish
 from ..tiers.agree import run_together
 from . import owners
+from .param import Released
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
@@ -139,6 +142,27 @@ class SharedGuard(Guard):
         if self._sums is not None:
             differ = (i for i, crc in zip(self._my_params(), self._sums) if self._checksum(i) != crc)
             self._tell_all(next(differ, -1))
+
+
+@contextlib.contextmanager
+def casts_are_told(model: torch.nn.Module, state: ModelState) -> Iterator[None]:
+    """An error of torch in a forward over parameters that were cast or moved since the engine was made names the first
+    of them."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if isinstance(exc, (DeepcError, torch.OutOfMemoryError)):
+            raise
+        for name, p in model.named_parameters():
+            away = p.device.type != state.device.type and not isinstance(p, Released)
+            if away or (casts(p) and p.dtype != state.dtype):
+                raise ArgumentError(
+                    f"the forward raised {type(exc).__name__} ({exc}), and parameter '{name}' is {p.dtype} on"
+                    f" {p.device.type}, which the engine has made {state.dtype} on {state.device.type}: it was cast or"
+                    " moved (module.double(), module.to(...)) since deepc.initialize. Remove that, or do it before;"
+                    " cast a copy.deepcopy(model)"
+                ) from exc
+        raise
 
 
 class ModelWatch:
