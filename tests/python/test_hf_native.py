@@ -127,3 +127,53 @@ def test_null_sections_and_checkpoints_of_others(tmp_path):
     trainer = SimpleNamespace(engine=SimpleNamespace(load_checkpoint=lambda folder: (folder, {})))
     with pytest.raises(CheckpointError, match="not saved by an EngineTrainer"):
         EngineTrainerMixin._load_optimizer_and_scheduler(trainer, str(tmp_path))
+
+
+def _with_noise(rank, world):
+    """(loss, norm) of steps with NEFTune: of DDP, and of engines, by how embeddings are tied."""
+    import deepc
+    import torch
+    from test_zero import llama
+    from transformers import LlamaForCausalLM
+    from transformers.integrations.neftune import activate_neftune
+
+    deepc.init_distributed()
+    out = {}
+    for tied in (False, True):
+        for stage in (None, 2, 3):
+            torch.manual_seed(0)
+            small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=61)
+            model = LlamaForCausalLM(llama(**small, tie_word_embeddings=tied)).train()
+            torch.manual_seed(100 + rank)
+            if stage is None:
+                run, clip = torch.nn.parallel.DistributedDataParallel(model), torch.nn.utils.clip_grad_norm_
+                steps = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            else:
+                adamw = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
+                config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+                run = deepc.initialize(model=model, config={**config, "optimizer": adamw})[0]
+            activate_neftune(model, 5.0)
+            for step in range(3):
+                ids = (torch.arange(24).view(2, 12) * (step + 3) + rank) % 61
+                loss = run(input_ids=ids, labels=ids).loss
+                if stage is None:
+                    loss.backward()
+                    norm = clip(model.parameters(), 1.0)
+                    steps.step()
+                    steps.zero_grad()
+                else:
+                    run.backward(loss)
+                    run.step()
+                    norm = run.get_global_grad_norm()
+                out.setdefault((tied, stage), []).extend((float(loss), float(norm)))
+            if stage is not None:
+                run.destroy()
+    return out
+
+
+def test_noise_of_embeddings_is_that_of_ddp():
+    """NEFTune's hook on the input embeddings draws from each rank's generator."""
+    for found in run_ranks(_with_noise, 2, env=QUIET):
+        for (tied, stage), numbers in found.items():
+            assert numbers == pytest.approx(found[tied, None], rel=1e-5), (tied, stage)
+        assert found[True, None] != found[False, None]
