@@ -43,8 +43,8 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts. group: of the ranks that share sequences. parts: of the positions, in each of which experts
-    have places of their own, as on a rank of such a group; the load-balance loss is of all of them."""
+    """Attention and experts. group: of the ranks that share sequences. parts: of the positions, in each of which
+    experts have places of their own, as on a rank of such a group; the load-balance loss is of all of them."""
 
     def __init__(self, places, ep, group, parts):
         super().__init__()

@@ -466,8 +466,8 @@ class Meter(Listener):
         return record
 
     def _peak_above(self, rate: float) -> float:
-        """The peak, beside FLOP/s that were reached. One that was measured, which other work may have slowed, is measured
-        again if they are more, a few times, and is at least these."""
+        """The peak, beside FLOP/s that were reached. One that was measured, which other work may have slowed, is
+        measured again if they are more, a few times, and is at least these."""
         assert self._peak is not None  # the caller has looked
         dtype, device = self._engine.dtype, self._engine.device
         if rate > self._peak and counts.is_measured(dtype, device):

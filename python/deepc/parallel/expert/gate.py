@@ -34,7 +34,7 @@ class Routes(NamedTuple):
     balance: torch.Tensor
     """Scalar fp32, differentiable: the load-balance loss, 1 for even loads."""
     loads: torch.Tensor
-    """[2E + 1] fp32, what it is made of, as sums over tokens: their gates, differentiable, their picks, and one each."""
+    """[2E + 1] fp32, what it is made of, sums over tokens: their gates, differentiable, their picks, and one each."""
 
     def of_each(self) -> list[int]:
         """`rows` as numbers. Those of tensors without values (a dry run) are evenly many."""
@@ -97,7 +97,8 @@ def balance_of(loads: torch.Tensor) -> torch.Tensor:
     """The load-balance loss of Routes.loads, or of their sum over calls that are one whole."""
     experts, tokens = len(loads) // 2, loads[-1].clamp(min=1)
     gates, picks = loads[:-1].view(2, experts)
-    return (gates / tokens * (picks / tokens)).sum() * experts
+    shares: torch.Tensor = gates / tokens * (picks / tokens)
+    return shares.sum() * experts
 
 
 def _choices(logits: torch.Tensor, gates: torch.Tensor, k: int, noise: str | None) -> torch.Tensor:

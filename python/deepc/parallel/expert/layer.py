@@ -190,7 +190,8 @@ class MoE(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden_states [..., hidden_size]; used_token: one number a token, 0 for padding, which goes to no expert (its
         output is 0). -> (output, l_aux, exp_counts): output as hidden_states; l_aux, a scalar in fp32 to be added to
-        the loss with a small factor, in an engine with sequence parallelism that of whole sequences; exp_counts [num_experts] int64, tokens that chose each expert."""
+        the loss with a small factor, in an engine with sequence parallelism that of whole sequences; exp_counts
+        [num_experts] int64, tokens that chose each expert."""
         if self.ep_size > 1 and self.deepspeed_moe.group is None:
             raise MisuseError(
                 f"MoE: the experts are spread over ep_size = {self.ep_size} ranks that are not connected yet; call"

@@ -37,9 +37,9 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens (with
     num_items_in_batch, of whole sequences and equal on all ranks, their sum over that); router_logits of a mixture of
     experts, which its load-balance loss is made of, become those of all positions that count (shard()'s router_mask).
-    Returns the model; to be called once. MisuseError at the second call; ArgumentError for "eager", which wants a mask of all pairs, a
-    model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding windows, and for
-    layers that mix positions otherwise (state spaces)."""
+    Returns the model; to be called once. MisuseError at the second call; ArgumentError for "eager", which wants a mask
+    of all pairs, a model without a choice of implementations, and fewer heads than ranks; UnsupportedError for sliding
+    windows, and for layers that mix positions otherwise (state spaces)."""
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     ranks = dist.get_world_size(group)

@@ -35,8 +35,8 @@ def shard(
     An attention_mask of ones is left out. With zeros, causal=True says that the model looks back only: where all zeros
     are at the end (right padding) and have no labels, they don't count, and the mask is left out too. For a share()d
     mixture of experts there is `router_mask` then, and where sequences are filled up: 0 for positions that its
-    load-balance loss leaves out, 1 for others. ArgumentError for another mask or other shapes; UnsupportedError for packed samples (position_ids that do not go up by 1), and for
-    tensors with the positions that are not known here."""
+    load-balance loss leaves out, 1 for others. ArgumentError for another mask or other shapes; UnsupportedError for
+    packed samples (position_ids that do not go up by 1), and for tensors with the positions that are not known here."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:

@@ -64,9 +64,9 @@ def whole_loss(
 
 
 def _mixture(tiny: Tiny, w: Weights, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, mean load-balance loss, of `parts` calls together) of [calls, tokens, hidden], with masks of tokens x experts (arXiv:2006.16668,
-    algorithm 1; arXiv:2101.03961, section 2.2): each expert computes all tokens, and counts where it was chosen and had
-    a place."""
+    """(output, mean load-balance loss, of `parts` calls together) of [calls, tokens, hidden], with masks of tokens x
+    experts (arXiv:2006.16668, algorithm 1; arXiv:2101.03961, section 2.2): each expert computes all tokens, and counts
+    where it was chosen and had a place."""
     probabilities = F.linear(x, w["gate"]).softmax(-1)
     order = probabilities.argsort(-1, descending=True)
     counted = torch.zeros_like(probabilities)
