@@ -892,7 +892,8 @@ def test_optimizers_that_keep_numbers_in_groups_and_have_modes(kind, stage, prec
 
 
 def test_an_optimizer_that_sums_over_parameters_is_told_at_stage_1():
-    with pytest.raises(RankFailure, match=r"_Estimates steps each rank's .*: d of param group 0 .* use zero_optim.*0"):
+    said = r"deepc.initialize: _Estimates steps each rank's .* d of param group 0 .* use zero_optim.*0"
+    with pytest.raises(RankFailure, match=said):  # before a step
         run_ranks(_own_optimizer, 2, _Estimates, 1, "fp32")
 
 

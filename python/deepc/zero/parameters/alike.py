@@ -91,19 +91,43 @@ def refuse_unequal(
     )
 
 
-def _numbers(optimizer: ShardedOptimizer) -> list[tuple[int, str, Any]]:
+def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, Any]]:
     """(param group, key, value) of what a step is made with."""
     return [
         (i, key, _plain(value))
-        for i, group in enumerate(optimizer.param_groups)
+        for i, group in enumerate(groups)
         for key, value in group.items()
         if key not in _NOT_COMPARED and _is_number(value)
     ]
 
 
+def _in_words(groups: Sequence[Mapping[str, Any]]) -> list[Row]:
+    return [(f"{key} of param group {i}", repr(value)) for i, key, value in _numbers(groups)]
+
+
 def _rows(optimizer: ShardedOptimizer, config: Config) -> list[Row]:
-    rows = [(f"{key} of param group {i}", repr(value)) for i, key, value in _numbers(optimizer)]
-    return [*rows, ("gradient_clipping", repr(config.gradient_clipping))]
+    return [*_in_words(optimizer.param_groups), ("gradient_clipping", repr(config.gradient_clipping))]
+
+
+def refuse_sums(ranks: Ranks, optimizer: ShardedOptimizer, rank: int) -> None:
+    """ArgumentError, on all ranks, if the optimizer's class steps shards with what it sums up over all parameters, as
+    far as a trial with gradients of each rank's own shows it (EqualSteps finds the rest, after a step). Collective."""
+    groups = optimizer.tried(rank)
+    if not ranks.equal([("tried", str(groups is not None))]) or groups is None:
+        return
+    if not ranks.equal(rows := _in_words(groups)):
+        raise _of_a_part(
+            "deepc.initialize", optimizer, f"of a trial with gradients of their own {ranks.difference(rows)}"
+        )
+
+
+def _of_a_part(where: str, optimizer: ShardedOptimizer, found: str) -> ArgumentError:
+    name = type(optimizer.base).__name__
+    return ArgumentError(
+        f"{where}: {name} steps each rank's part of the weights with other numbers: {found}. What {name} sums up over"
+        " whole parameters does not lie in shards: use zero_optimization.stage 0, where every rank has all of them, or"
+        " an optimizer that takes each element alone"
+    )
 
 
 class EqualSteps:
@@ -116,7 +140,7 @@ class EqualSteps:
     def row(self) -> list[float]:
         """See Rider."""
         frozen = [i for i, p in enumerate(self._state.trained) if not p.requires_grad]
-        made_with = (frozen, _numbers(self._optimizer), self._config.gradient_clipping)
+        made_with = (frozen, _numbers(self._optimizer.param_groups), self._config.gradient_clipping)
         return [float(zlib.crc32(repr(made_with).encode()))]
 
     def put(self, row: torch.Tensor) -> None:
@@ -135,12 +159,8 @@ class EqualSteps:
         rows = [*_rows(self._optimizer, self._config), ("what is frozen", ", ".join(frozen) or "nothing")]
         found = self._ranks.difference(rows)
         if any(found.startswith(f"{key} of param group {i} ") for i, key in self._optimizer.written):
-            name = type(self._optimizer.base).__name__
-            raise ArgumentError(
-                f"engine.step(): {name} steps each rank's part of the weights with other numbers: {found}, which its"
-                f" last step has made of the part alone. What {name} sums up over whole parameters does not lie in"
-                " shards: use zero_optimization.stage 0, where every rank has all of them, or an optimizer that takes"
-                " each element alone"
+            raise _of_a_part(
+                "engine.step()", self._optimizer, f"{found}, which its last step has made of the part alone"
             )
         raise ArgumentError(
             f"engine.step(): the ranks would make different steps: {found}. Each rank steps its"

@@ -27,6 +27,24 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
+def tried(base: torch.optim.Optimizer, device: torch.device, seed: int) -> list[dict[str, Any]] | None:
+    """The param groups of another one of its kind after a few steps of parameters of a few numbers, with gradients
+    drawn by `seed`: what of them is another with other gradients is a sum over parameters. None: it steps no such
+    parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            params = [torch.nn.Parameter(torch.ones(4, 4, device=device)) for _ in base.param_groups]
+            twin = twin_over(base, [[p] for p in params])
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.randn(4, 4, device="cpu").to(device)
+                twin.step()
+        except Exception:  # whatever a class of a user's finds wrong with them
+            return None
+    return twin.param_groups
+
+
 class TwinUpdate:
     """The update of `base` on one rank's share: one fp32 parameter per segment of the shard, with the accumulator as
     its gradient. group_of[i]: param group of flat parameter i. shares: other ranks hold other shards of parameters that

@@ -47,7 +47,7 @@ from .across.stored import MatrixUpdateOnDisk
 from .elements import ElementUpdate
 from .publish import Sender
 from .tree import LayoutOrder
-from .twin import Like, TwinUpdate
+from .twin import Like, TwinUpdate, tried
 
 logger = logging.getLogger("deepc")
 
@@ -493,6 +493,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def written(self) -> Collection[tuple[int, str]]:
         """(param group, key) of what a torch optimizer's steps have set there."""
         return () if self._twin is None else self._twin.written
+
+    def tried(self, seed: int) -> list[dict[str, Any]] | None:
+        """See twin.tried; None also of one that is known to treat each element alone, or has whole parameters."""
+        if self._twin is None or self._state.plan.own_all or type(self.base).__module__.startswith("torch.optim"):
+            return None
+        return tried(self.base, self._state.state_device, seed)
 
     def change_mode(self, mode: str) -> None:
         """`base`'s train() or eval(), of all ranks. Collective where it changes anything."""
