@@ -180,6 +180,7 @@ def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) 
     module, whole = engine.module, engine.part is None or isinstance(engine.part, PipelineModule)
     if whole:  # else part_of has connected them, and their values are equal: before the model was cut
         mesh = _connected(engine, mesh)
+    undo.callback(share_sequences, module, Mesh())
     engine.spread, engine.shared_gradients = spread_tensors(module), None
     if mesh.ep == 1:
         return mesh

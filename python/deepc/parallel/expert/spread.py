@@ -65,9 +65,16 @@ def connected(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> Mesh:
     return mesh
 
 
+class _Sequence(AxisGroup):
+    """The ranks that share a sequence, as gates know them. A pickled model knows none: initialize connects it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def share_sequences(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Its gates' load-balance losses are of whole sequences. Collective."""
-    group = axis_group(mesh, "sp", AxisGroup.of) if mesh.sp > 1 else None
+    """Its gates' load-balance losses are of whole sequences. Collective, unless the mesh shares none."""
+    group = axis_group(mesh, "sp", _Sequence.of) if mesh.sp > 1 else None
     for gate in model.modules():
         if isinstance(gate, TopKGate):
             gate.sequence = group
