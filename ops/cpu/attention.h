@@ -166,7 +166,11 @@ static __attribute__((noinline)) void att_add_rows(float *at, const att_sight *s
     for (int64_t r = 0; r < LANES; r++)
       x[r] = i + r < s->rows ? att_bias_row(s, i + r, j + k, left < LANES ? (int)left : LANES) : v_set1(0.0f);
     v_turn(x);
-    for (int64_t t = 0; t < LANES; t++) v_store32(at + t * nr, LANES, v_fma(x[t], unit, v_load32(at + t * nr, LANES)));
+    for (int64_t t = 0; t < LANES; t++) {
+      vf score = v_fma(x[t], unit, v_load32(at + t * nr, LANES));
+      if (s->bias_dtype == DC_U8) score = v_if_below(x[t], v_set1(0.0f), x[t], score); /* whatever it was: hidden */
+      v_store32(at + t * nr, LANES, score);
+    }
   }
 }
 

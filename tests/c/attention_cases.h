@@ -232,6 +232,29 @@ inline void check_added_masks(int dt, const Forward &run, const std::string &wha
   }
 }
 
+// A mask of bytes hides a pair whatever its score: keys that nobody sees may hold anything.
+inline void check_hidden_keys(int dt, const Forward &run, const std::string &what) {
+  Case c = {dt, 1, 1, 1, 70, 100, 24, false, 0, false};
+  c.bias = DC_U8, c.shared = true;
+  const auto with = [&](float hidden) {
+    auto arrays = arrays_of(c);
+    std::vector<float> k((size_t)c.dim, hidden);
+    for (int64_t j = 0; j < c.keys; j++) {
+      arrays[5].bytes[(size_t)j] = j % 3 != 0;
+      if (j % 3) continue;
+      uint8_t *at = arrays[1].bytes.data() + (size_t)(j * c.dim) * dc_dtype_size(dt);
+      EXPECT_EQ(dc_cast(at, dt, k.data(), DC_F32, 1, c.dim), DC_OK);
+    }
+    return run_once(arrays, kAtStart, [&](auto &p) { return forward(c, p, run); });
+  };
+  const auto want = with(0);
+  for (float hidden : {NAN, INFINITY, -INFINITY}) {
+    const auto got = with(hidden);
+    EXPECT_EQ(got[3], want[3]) << hidden << " " << what;
+    EXPECT_EQ(got[4], want[4]) << hidden << " " << what;
+  }
+}
+
 // Scores that fp32 can't tell apart, with steps larger than what e^x may be given, are no numbers; beside them others
 // are.
 inline void check_scores_beyond(int dt, const Forward &run, const std::string &what) {

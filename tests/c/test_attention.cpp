@@ -108,6 +108,7 @@ TEST_F(Attention, ScoresOfAnySize) {
     for (int dt : kLow) {
       ASSERT_EQ(dc_isa_force(isa), DC_OK);
       check_added_masks(dt, dc_attention, dc_isa_name(isa));
+      check_hidden_keys(dt, dc_attention, dc_isa_name(isa));
       check_scores_beyond(dt, dc_attention, dc_isa_name(isa));
     }
 }

@@ -157,6 +157,7 @@ TEST_F(CudaAttention, RandomCases) {
 TEST_F(CudaAttention, ScoresOfAnySize) {
   for (int dt : kLow) {
     check_added_masks(dt, run_forward, dc_dtype_name(dt));
+    check_hidden_keys(dt, run_forward, dc_dtype_name(dt));
     check_scores_beyond(dt, run_forward, dc_dtype_name(dt));
   }
 }
