@@ -540,7 +540,7 @@ enum { DC__ATTENTION_DIM = 256 }; /* more than models have; ref/tile.h says the 
 
 /* The numbers that both calls have. */
 static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t rows, int64_t keys,
-                                        int64_t dim, float scale, int causal, int64_t diagonal) {
+                                        int64_t dim, float scale, int64_t diagonal) {
   const struct {
     const char *name;
     int64_t value, most;
@@ -555,7 +555,7 @@ static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv
                       (long long)kv_heads);
   if (!(scale > 0 && isfinite(scale)))
     return CHECK_FAIL(DC_E_INVALID, "scale = %g; it must be finite and above 0", (double)scale);
-  if (causal && (diagonal < -((int64_t)1 << 24) || diagonal > (int64_t)1 << 24))
+  if (diagonal < -((int64_t)1 << 24) || diagonal > (int64_t)1 << 24)
     return CHECK_FAIL(DC_E_INVALID, "diagonal = %lld is outside -2^24 to 2^24", (long long)diagonal);
   int64_t n;
   if (__builtin_mul_overflow(batch, heads, &n) || __builtin_mul_overflow(n, rows > keys ? rows : keys, &n) ||
@@ -630,8 +630,9 @@ static inline int check_attention_mask(const dc_attention_mask *m, int64_t batch
 static inline int check_attention(const dc_attention_args *given, dc_attention_args *a) {
   DC_TRY(CHECK_TAKE(dc_attention_args, causal, given, a));
   DC_TRY(check_low(a->dtype, "q"));
-  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
-                               a->diagonal));
+  const int placed = a->causal || a->mask.window || a->mask.slope; /* the diagonal is looked at */
+  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale,
+                               placed ? a->diagonal : 0));
   const int64_t queries[4] = {a->batch, a->heads, a->rows, a->dim};
   const int64_t pairs[4] = {a->batch, a->kv_heads, a->keys, a->dim};
   DC_TRY(check_attention_array(a->q, a->dtype, queries, a->q_stride, "q"));
@@ -645,8 +646,9 @@ static inline int check_attention(const dc_attention_args *given, dc_attention_a
 static inline int check_attention_grad(const dc_attention_grad_args *given, dc_attention_grad_args *a) {
   DC_TRY(CHECK_TAKE(dc_attention_grad_args, causal, given, a));
   DC_TRY(check_low(a->dtype, "q"));
-  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
-                               a->diagonal));
+  const int placed = a->causal || a->mask.window || a->mask.slope; /* the diagonal is looked at */
+  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale,
+                               placed ? a->diagonal : 0));
   const int64_t queries[4] = {a->batch, a->heads, a->rows, a->dim};
   const int64_t pairs[4] = {a->batch, a->kv_heads, a->keys, a->dim};
   DC_TRY(check_attention_array(a->dout, a->dtype, queries, a->dout_stride, "dout"));

@@ -168,7 +168,7 @@ typedef struct dc_attention_args {
   float *lse; /* [batch, heads, rows] without stride */
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
   int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads, 0 of 0 alone; dim <= 256 */
-  int64_t diagonal; /* used if causal, by slopes and by a window */
+  int64_t diagonal; /* used if causal, by slopes and by a window: -2^24 to 2^24 then */
   float scale; /* finite, > 0 */
   int32_t dtype, causal;
   dc_attention_mask mask;

@@ -183,13 +183,19 @@ TEST_F(Attention, RefusesWhatItCannotDo) {
   says("q: stride[2] = 9223372036854775807", [](auto &a) { a.q_stride[2] = INT64_MAX; });
   const uint8_t layout[1] = {1};
   const int32_t groups[3] = {0, 1 << 25, 0};
-  const float slopes[2] = {0, HUGE_VALF};
+  const float slopes[2] = {0, HUGE_VALF}, flat[2] = {0, 0};
   says("block = 24", [&](auto &a) { a.mask.layout = layout, a.mask.block = 24, a.mask.layout_heads = 1; });
   says("layout_heads = 3", [&](auto &a) { a.mask.layout = layout, a.mask.block = 16, a.mask.layout_heads = 3; });
   says("one of them is NULL", [&](auto &a) { a.mask.q_group = groups; });
   says("q_group[1] = 33554432", [&](auto &a) { a.mask.q_group = a.mask.k_group = groups; });
   says("slope[1] = inf", [&](auto &a) { a.mask.slope = slopes; });
   says("bias_stride[1] = -1", [&](auto &a) { a.mask.bias = slopes, a.mask.bias_stride[1] = -1; });
+  for (int64_t diagonal : {INT64_MIN, -(int64_t{1} << 24) - 1, (int64_t{1} << 24) + 1, INT64_MAX}) {
+    const std::string text = "diagonal = " + std::to_string(diagonal);
+    says(text.c_str(), [&](auto &a) { a.diagonal = diagonal, a.causal = 1; });
+    says(text.c_str(), [&](auto &a) { a.diagonal = diagonal, a.mask.window = 2; }); // which is counted from it
+    says(text.c_str(), [&](auto &a) { a.diagonal = diagonal, a.mask.slope = flat; }); // as distances are
+  }
   says("window = -1", [](auto &a) { a.mask.window = -1; });
   says("dropout.rate = 1;", [](auto &a) { a.mask.dropout.rate = 1; });
   says("dropout.head = -1", [](auto &a) { a.mask.dropout.head = -1; });
