@@ -161,3 +161,9 @@ bool dct__must_be_f32(dct_call *c, const dct_view *v, const char *name) {
 void dct__delete_tensors(const dct_value *stack, int n) {
   for (int i = 0; i < n; i++) dct__api.aoti_torch_delete_tensor_object(value_tensor(stack[i]));
 }
+
+bool dct__int(dct_call *c, dct_value value, const char *name, int *n) {
+  const int64_t wide = (int64_t)value;
+  *n = (int)wide;
+  return *n == wide ? true : dct__fail(c, "'%s' = %" PRId64 " is outside of 32 bits", name, wide);
+}

@@ -73,6 +73,8 @@ bool dct__look_strided(dct_call *c, dct_tensor t, const char *name, dct_view *v)
 bool dct__same_numel(dct_call *c, const dct_view *a, const char *an, const dct_view *b, const char *bn);
 bool dct__must_be_f32(dct_call *c, const dct_view *v, const char *name);
 void dct__delete_tensors(const dct_value *stack, int n);
+/* A number of torch's 64 bits that the core takes as an int: what does not fit is an error, and no other number. */
+bool dct__int(dct_call *c, dct_value value, const char *name, int *n);
 
 /* A tensor list: handles are held (and owned) until dct__list_free. */
 typedef struct dct_tensors {

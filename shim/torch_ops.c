@@ -115,8 +115,8 @@ static void op_reduce_tensors(dct_value *stack, uint64_t num_args, uint64_t num_
   dct_tensors srcs;
   const void **ptr = NULL;
   bool ok = dct__list_open(&c, stack[1], "srcs", &srcs) && dct__look(&c, value_tensor(stack[0]), "dst", &dst);
-  int op = (int)(int64_t)stack[2];
-  if (ok && op_look_all(&c, &srcs, "srcs", &dst, "dst", dst.dtype, &ptr))
+  int op;
+  if (ok && dct__int(&c, stack[2], "op", &op) && op_look_all(&c, &srcs, "srcs", &dst, "dst", dst.dtype, &ptr))
     dct__status(&c, c.cuda ? c.cuda->reduce(dst.ptr, ptr, (int)srcs.n, dst.dtype, op, dst.n, c.stream)
                            : dc_reduce(dst.ptr, ptr, (int)srcs.n, dst.dtype, op, dst.n));
   free(ptr);
@@ -212,6 +212,8 @@ static void op_step_adamw(dct_value *stack, uint64_t num_args, uint64_t num_outp
 /* ---- dc_step: the rules other than Adam's, which step_adamw has */
 static bool op_step_args(dct_call *c, const dct_tensors *l, const dct_value *stack, dc_step_args *args) {
   static const char *const names[4] = {"params", "grads", "states", "lowps"};
+  int rule;
+  if (!dct__int(c, stack[4], "rule", &rule)) return false;
   for (int k = 1; k < 4; k++)
     if (l[k].n != l[0].n && !(k >= 2 && l[k].n == 0))
       return dct__fail(c, "'%s' has %zu tensors and 'params' has %zu", names[k], l[k].n, l[0].n);
@@ -229,7 +231,7 @@ static bool op_step_args(dct_call *c, const dct_tensors *l, const dct_value *sta
                              .state = {v[2].ptr},
                              .lowp = v[3].ptr,
                              .n = v[0].n,
-                             .rule = (int32_t)(int64_t)stack[4],
+                             .rule = rule,
                              .lr = value_double(stack[5]),
                              .beta1 = value_double(stack[6]),
                              .beta2 = value_double(stack[7]),
@@ -302,10 +304,11 @@ static void op_quantize_blocks(dct_value *stack, uint64_t num_args, uint64_t num
   dct_call c;
   dct__begin(&c, "quantize_blocks");
   packed p;
-  const int bits = (int)(int64_t)stack[3];
+  int bits;
   const int64_t block = (int64_t)stack[4];
   int64_t bytes = 0;
-  if (op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[0]), "x", value_tensor(stack[2]), &p) &&
+  if (dct__int(&c, stack[3], "bits", &bits) &&
+      op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[0]), "x", value_tensor(stack[2]), &p) &&
       op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
     dct__status(&c, c.cuda ? c.cuda->quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n, c.stream)
                            : dc_quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n));
@@ -317,10 +320,11 @@ static void op_dequantize_blocks(dct_value *stack, uint64_t num_args, uint64_t n
   dct_call c;
   dct__begin(&c, "dequantize_blocks");
   packed p;
-  const int bits = (int)(int64_t)stack[2];
+  int bits;
   const int64_t block = (int64_t)stack[3];
   int64_t bytes = 0;
-  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "out", NULL, &p) &&
+  if (dct__int(&c, stack[2], "bits", &bits) &&
+      op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "out", NULL, &p) &&
       op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
     dct__status(&c, c.cuda ? c.cuda->dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n, c.stream)
                            : dc_dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n));
@@ -332,10 +336,11 @@ static void op_add_dequantized(dct_value *stack, uint64_t num_args, uint64_t num
   dct_call c;
   dct__begin(&c, "add_dequantized");
   packed p;
-  const int bits = (int)(int64_t)stack[2];
+  int bits;
   const int64_t block = (int64_t)stack[3];
   int64_t bytes = 0;
-  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "acc", NULL, &p) &&
+  if (dct__int(&c, stack[2], "bits", &bits) &&
+      op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "acc", NULL, &p) &&
       dct__must_be_f32(&c, &p.x, "acc") &&
       op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes)) {
     const float factor = (float)value_double(stack[4]);

@@ -395,6 +395,22 @@ def test_compile_fullgraph(name):
             ),
             "(?i)beta",
         ),
+        # 64 bits of torch that are 32 of the core's: none is taken for what its lower half says
+        (
+            lambda: torch.ops.deepc.quantize_blocks(
+                torch.zeros(128), torch.zeros(132, dtype=torch.uint8), torch.empty(0), 2**32 + 8, 128
+            ),
+            "'bits' = 4294967304 is outside of 32 bits",
+        ),
+        (lambda: torch.ops.deepc.dequantize_blocks(packed_bytes(128), torch.empty(128), 8 - 2**32, 128), "'bits'"),
+        (lambda: torch.ops.deepc.add_dequantized(packed_bytes(128), torch.empty(128), 2**33 + 8, 128, 1.0), "'bits'"),
+        (lambda: torch.ops.deepc.reduce_tensors(torch.zeros(4), [torch.zeros(4)], 2**32), "'op' = 4294967296"),
+        (
+            lambda: torch.ops.deepc.step_rule(
+                [torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [], 2**32 + 1, 0.1, 0.9, 0.9, 0, 0, 1, 1, False
+            ),
+            "'rule' = 4294967297",
+        ),
     ],
 )
 def test_bad_input_is_a_clear_error(call, text):
