@@ -743,13 +743,15 @@ int dc_flight_log(int64_t capacity) {
   return rc;
 }
 
-/* One row of the log that has not been taken; 0 if its place has been written again. */
+enum { LOG_TAKEN, LOG_LOST, LOG_NOT_YET };
+/* One row of the log that has not been taken. Lost: its place is another call's; not yet: another thread is writing it
+ * at this moment. */
 static int flight_log_row(const copy *k, log_ring *l, uint64_t number, dc_flight_row *row) {
   uint64_t w[ROW_WORDS];
   flight_row_copy(w, l->row[(number - 1) % (uint64_t)l->capacity]);
-  if (w[ROW_NUMBER] != number) return 0;
+  if (w[ROW_NUMBER] != number) return flight_get(&l->last) - number < (uint64_t)l->capacity ? LOG_NOT_YET : LOG_LOST;
   flight_row_unpack(k, w, row);
-  return 1;
+  return LOG_TAKEN;
 }
 
 int dc_flight_log_take(dc_flight_row *rows, int64_t capacity, int64_t *count, int64_t *lost) {
@@ -771,8 +773,9 @@ int dc_flight_log_take(dc_flight_row *rows, int64_t capacity, int64_t *count, in
     flight_log_taken = last - (uint64_t)l->capacity;
   }
   for (; l && flight_log_taken < last && n < capacity; flight_log_taken++) {
-    if (flight_log_row(k, l, flight_log_taken + 1, &rows[n])) n++;
-    else gone++;
+    const int found = flight_log_row(k, l, flight_log_taken + 1, &rows[n]);
+    if (found == LOG_NOT_YET) break; /* the next call takes it */
+    n += found == LOG_TAKEN, gone += found == LOG_LOST;
   }
   pthread_mutex_unlock(&flight_lock);
   free(k);

@@ -42,7 +42,8 @@ DC_API int dc_flight_fd(void);
  * private ring of `capacity` rows (the first caller's); 0 stops that. */
 DC_API int dc_flight_log(int64_t capacity);
 /* Takes from that ring what has not been taken, oldest first, at most `capacity` rows; `number` counts the ring's own
- * rows; group is an index at the time of the call. *lost: rows that were written over before they were taken. */
+ * rows; group is an index at the time of the call. *lost: rows that were written over before they were taken. A row
+ * that another thread is writing at this moment, and what is behind it, is left for the next call. */
 DC_API int dc_flight_log_take(dc_flight_row *rows, int64_t capacity, int64_t *count, int64_t *lost);
 /* Name of a dc_call_op ("all_reduce"), "?" if there is none. */
 DC_API const char *dc_call_name(int op);

@@ -427,6 +427,38 @@ TEST(Flight, TheLogHoldsWhatTheRecordHasForgotten) {
   });
 }
 
+TEST(Flight, TheLogLosesNothingThatIsJustBeingWritten) {
+  enum { THREADS = 4, CALLS = 4000 };
+  all_fine(1, [&](int) -> std::string {
+    dc_comm *c[THREADS];
+    for (auto &g : c) FINE(open_group(fresh_address(), 0, 1, &g));
+    FINE(dc_flight_log(THREADS * CALLS));
+    std::atomic<int> left{THREADS};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < THREADS; t++)
+      threads.emplace_back([&, t] {
+        float x = 1;
+        for (int i = 0; i < CALLS; i++)
+          if (dc_all_reduce(c[t], &x, &x, 1, DC_F32, DC_RED_SUM, i)) abort();
+        left--;
+      });
+    std::vector<dc_flight_row> rows(THREADS * CALLS);
+    int64_t all = 0, next[THREADS] = {}, mixed = 0, missed = 0;
+    for (bool more = true; more;) {
+      int64_t n = 0, lost = 0;
+      more = left > 0;
+      FINE(dc_flight_log_take(rows.data(), (int64_t)rows.size(), &n, &lost));
+      all += n, missed += lost;
+      for (int64_t i = 0; i < n; i++) mixed += rows[(size_t)i].tag != next[rows[(size_t)i].group]++;
+    }
+    for (auto &t : threads) t.join();
+    FINE(dc_flight_log(0));
+    WANT(missed == 0 && all == THREADS * CALLS && mixed == 0);
+    for (auto *g : c) FINE(dc_comm_close(g));
+    return "";
+  });
+}
+
 // ---- files that lie ------------------------------------------------------------------------------------------------
 std::string bytes_of(int fd) {
   std::string s;
