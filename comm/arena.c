@@ -83,7 +83,7 @@ static int arena_fault_in(int fd, char *base, int64_t bytes, bool first) {
       madvise(base, (size_t)whole, MADV_COLLAPSE);
     }
   }
-  int e = dc__fault_in(base, (size_t)bytes, fd);
+  int e = dc__fault_in(base, (size_t)bytes, fd, 0);
   if (e) return DC_FAIL(DC_E_NOMEM, "faulting in a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
   return DC_OK;
 }
@@ -221,7 +221,8 @@ static int arena_bring_own(dc_comm *c, int fd) {
   for (int i = 0; i < 3; i++) {
     const dc__map whole = part[i];
     char *begin = (char *)c->map.base + ((char *)whole.base - (char *)c->map.base) / 4096 * 4096;
-    const int e = dc__fault_in(begin, (size_t)((char *)whole.base + whole.bytes - begin), fd);
+    const int e = dc__fault_in(begin, (size_t)((char *)whole.base + whole.bytes - begin), fd,
+                               begin - (char *)c->map.base);
     if (e)
       return DC_FAIL(DC_E_NOMEM, "faulting in %lld bytes of a shared segment: %s", (long long)whole.bytes, strerror(e));
   }

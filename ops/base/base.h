@@ -274,8 +274,8 @@ int dc__hugepages(bool *on);
  * file's first bytes, shared. flags: further ones of mmap. NULL with errno on failure. */
 void *dc__map_aligned(size_t length, int flags, int fd);
 /* Gives every page of [base, base + length) memory, without changing what it holds; peers may write there meanwhile.
- * fd: of the file that is mapped there from its start, or -1. 0, or the errno of what there was no memory for. */
-int dc__fault_in(void *base, size_t length, int fd);
+ * fd: of the file whose byte `at` is mapped at base, or -1. 0, or the errno of what there was no memory for. */
+int dc__fault_in(void *base, size_t length, int fd, int64_t at);
 /* *available: dc_mem_available, after the heap and malloc gave back what they hold free if it was less than `bytes`:
  * who needs more than this is to be refused. proc: "/proc", or a test's. */
 int dc__mem_room(const char *proc, int64_t bytes, int64_t *available);

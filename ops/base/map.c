@@ -38,10 +38,23 @@ void *dc__map_aligned(size_t length, int flags, int fd) {
   return at;
 }
 
+/* Blocks for bytes [at, at + length) of a file. A signal undoes what a call has done so far, so each is for a little: a
+ * program with a timer would else never come to the end. */
+static int map_reserve(int fd, int64_t at, size_t length) {
+  for (size_t done = 0, n; done < length; done += n) {
+    int e;
+    n = length - done < DC_HUGE_PAGE ? length - done : DC_HUGE_PAGE;
+    do e = posix_fallocate(fd, (off_t)at + (off_t)done, (off_t)n);
+    while (e == EINTR);
+    if (e) return e;
+  }
+  return 0;
+}
+
 /* By hand: a byte of each page is written with what it holds, atomically, since peers may write it at this moment. A
  * file's blocks are reserved first: where there are none that is an error, and a touch would be a SIGBUS. */
-static int map_touch(char *base, size_t length, int fd) {
-  int e = fd >= 0 ? posix_fallocate(fd, 0, (off_t)length) : 0;
+static int map_touch(char *base, size_t length, int fd, int64_t at) {
+  int e = fd >= 0 ? map_reserve(fd, at, length) : 0;
   if (e) return e;
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   for (size_t i = 0; i < length; i += page)
@@ -53,11 +66,11 @@ static int map_touch(char *base, size_t length, int fd) {
  * (EPERM, ENOSYS: seccomp, a sandbox's kernel). */
 static bool map_is_refusal(int e) { return e == ENOMEM || e == EFAULT || e == EHWPOISON; }
 
-int dc__fault_in(void *base, size_t length, int fd) {
+int dc__fault_in(void *base, size_t length, int fd, int64_t at) {
   while (madvise(base, length, MADV_POPULATE_WRITE)) {
     int e = errno;
     if (e == EINTR || e == EAGAIN) continue;
-    return map_is_refusal(e) ? e : map_touch(base, length, fd);
+    return map_is_refusal(e) ? e : map_touch(base, length, fd, at);
   }
   return 0;
 }

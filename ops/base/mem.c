@@ -105,7 +105,7 @@ struct fault {
 
 static void mem_fault_range(int64_t begin, int64_t end, void *ctx) {
   struct fault *fault = ctx;
-  int e = dc__fault_in(fault->base + begin, (size_t)(end - begin), -1);
+  int e = dc__fault_in(fault->base + begin, (size_t)(end - begin), -1, 0);
   if (e) atomic_store(&fault->error, e);
 }
 

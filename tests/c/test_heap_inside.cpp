@@ -26,6 +26,16 @@
 #include "base/heap.h"
 
 namespace {
+int interrupted = 0; // calls of posix_fallocate that a signal ends
+} // namespace
+
+// In place of the C library's, for the layer that is linked into this program.
+extern "C" int posix_fallocate(int fd, off_t at, off_t bytes) {
+  if (interrupted > 0) return interrupted--, EINTR;
+  return syscall(SYS_fallocate, fd, 0, at, bytes) ? errno : 0;
+}
+
+namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
@@ -236,7 +246,7 @@ int fault_in_without(int error, bool refused) {
     if (!own || !file || reinterpret_cast<uintptr_t>(file) % DC_HUGE_PAGE) _exit(3);
     own[5] = file[6] = 9;
     if (!forbid_populate(error)) _exit(77);
-    int a = dc__fault_in(own, bytes, -1), b = dc__fault_in(file, bytes, fd);
+    int a = dc__fault_in(own, bytes, -1, 0), b = dc__fault_in(file, bytes, fd, 0);
     if (refused) _exit(a == error && b == error ? 0 : 4);
     _exit(a ? 5 : b ? 6 : !resident(own, bytes) ? 7 : !resident(file, bytes) ? 8 : own[5] != 9 || file[6] != 9 ? 9 : 0);
   }
@@ -251,6 +261,27 @@ TEST(FaultIn, WhereTheCallIsForbiddenPagesAreTouchedByHand) {
     if (rc == 77) GTEST_SKIP() << "this process may not set a seccomp filter";
     EXPECT_EQ(rc, 0) << strerror(error);
   }
+}
+
+// Of a file that several processes bring, each its own part: no page more has memory, however often a signal comes.
+TEST(FaultIn, APartOfAFileByHandIsThatPart) {
+  pid_t child = fork();
+  if (!child) {
+    const size_t bytes = 8 * kMiB, at = 3 * kMiB, part = 4 * kMiB;
+    int fd = static_cast<int>(syscall(SYS_memfd_create, "test", 0));
+    struct stat st;
+    if (fd < 0 || ftruncate(fd, bytes)) _exit(2);
+    char *file = static_cast<char *>(dc__map_aligned(bytes, 0, fd));
+    if (!file || madvise(file, bytes, MADV_NOHUGEPAGE)) _exit(3);
+    if (!forbid_populate(EINVAL)) _exit(77);
+    interrupted = 3;
+    if (dc__fault_in(file + at, part, fd, at)) _exit(4);
+    _exit(interrupted ? 5 : !resident(file + at, part) ? 6 : fstat(fd, &st) || st.st_blocks * 512 != part ? 7 : 0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) GTEST_SKIP() << "this process may not set a seccomp filter";
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST(FaultIn, NoMemoryIsARefusal) {
