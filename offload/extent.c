@@ -180,9 +180,12 @@ static int extent_sync_folder(dc_extents *x) {
   const char *path = dc__file_path(x->file), *slash = strrchr(path, '/');
   char *folder = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
   if (!folder) return DC_FAIL(DC_E_NOMEM, "the name of a folder");
-  const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  int rc = DC_OK;
-  if (fd < 0 || (fsync(fd) && errno != EINVAL)) /* EINVAL: the file system has no such thing */
+  int fd, failed, rc = DC_OK;
+  do fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  while (fd < 0 && errno == EINTR);
+  do failed = fd < 0 || fsync(fd);
+  while (failed && errno == EINTR);
+  if (fd < 0 || (failed && errno != EINVAL)) /* EINVAL: the file system has no such thing */
     rc = DC_FAIL(DC_E_IO, "%s: its folder can't be brought to disk: %s", path, strerror(errno));
   if (fd >= 0) close(fd);
   free(folder);
