@@ -25,6 +25,9 @@
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4 /* Linux 5.7 */
 #endif
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000 /* Linux 4.17 */
+#endif
 
 enum { MOST_PIECES = 8192 };
 
@@ -42,8 +45,22 @@ static char lease_marks[2];
 #define OWN (&lease_marks[0])
 #define KEPT (&lease_marks[1])
 
+static void lease_advise(char *at, size_t bytes) {
+  bool huge = true;
+  (void)dc__hugepages(&huge); /* was looked at when the lease was opened */
+  (void)madvise(at, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  (void)madvise(at, bytes, MADV_DONTDUMP);
+}
+
+/* What is mapped at `to` gives way. Where the kernel finds late that it can't move pages (it has no memory for their
+ * tables) that is gone by then: an empty mapping takes its place, so that nobody meets a hole. */
 static bool lease_move(char *from, char *to, size_t bytes) {
-  return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
+  if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED) return true;
+  void *fresh = mmap(to, bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  if (fresh == to) lease_advise(to, bytes);
+  else if (fresh != MAP_FAILED) munmap(fresh, bytes); /* an older kernel, where the address is but a wish */
+  return false; /* and most often nothing was fresh: what was there still is */
 }
 
 static size_t lease_length(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
@@ -84,8 +101,7 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
     return DC_FAIL(DC_E_NOMEM,
                    "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
   }
-  (void)madvise(l->base, lease_length(l), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  (void)madvise(l->base, lease_length(l), MADV_DONTDUMP);
+  lease_advise(l->base, lease_length(l));
   *at = l->base + begin;
   *out = l;
   return DC_OK;
