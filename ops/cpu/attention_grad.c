@@ -142,7 +142,7 @@ static __attribute__((noinline)) void att_give_bias(const dc_attention_grad_args
       v_turn(x);
       for (int64_t r = 0; r < LANES && o->i + g + r < a->rows; r++) {
         float *row = head + (o->i + g + r) * a->dbias_stride[2] + o->j + k;
-        v_store32(row, n, v_add(v_load32(row, n), x[r]));
+        v_put(row, DC_F32, 0, n, v_add(v_load32(row, n), x[r]));
       }
     }
 }

@@ -132,8 +132,10 @@ static void att_block(const dc_attention_grad_args *a, const att_sight *sight, i
     for (int64_t i = i0; i < i0 + rows; i++) {
       float p, ds, raw;
       att_pair(a, sight, b, kv, h, i, j, delta[i - i0], &p, &ds, &raw);
-      if (a->dbias && att_visible(sight, i, j))
-        a->dbias[b * a->dbias_stride[0] + h * a->dbias_stride[1] + i * a->dbias_stride[2] + j] += raw;
+      if (a->dbias && att_visible(sight, i, j)) {
+        float *sum = a->dbias + b * a->dbias_stride[0] + h * a->dbias_stride[1] + i * a->dbias_stride[2] + j;
+        *sum = dc__canonical_f32(*sum + raw);
+      }
       const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i),
                  *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
       const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);

@@ -113,6 +113,21 @@ TEST_F(Attention, ScoresOfAnySize) {
     }
 }
 
+// A NaN has one form, whatever it came from, in the sums of dbias as in all that is stored.
+TEST_F(Attention, NaNsOfTheBiasAreTheCanonicalOne) {
+  Case c = {DC_F32, 1, 1, 1, 20, 40, 24, false, 0, false};
+  c.bias = DC_F32;
+  for (int isa : isas()) {
+    ASSERT_EQ(dc_isa_force(isa), DC_OK);
+    auto arrays = grad_arrays_of(c, run_once(arrays_of(c), kAtStart, [&](auto &p) { return forward(c, p); }));
+    const uint32_t nan = 0xffc12345u, canonical = 0x7fc00000u;
+    memcpy(arrays[6].bytes.data(), &nan, 4); // of dout, so of the first query's delta
+    const auto got = as<uint32_t>(run_once(arrays, kAtStart, [&](auto &p) { return backward(c, p); })[10]);
+    for (size_t j = 0; j < 40; j++) EXPECT_EQ(got[j], canonical) << j << " " << dc_isa_name(isa);
+    EXPECT_NE(got[40] & canonical, canonical) << dc_isa_name(isa); // the second query's
+  }
+}
+
 // The numbers of the paper's own tests (Random123's kat_vectors).
 TEST_F(Attention, DropoutsNumbersArePhiloxs) {
   uint32_t zero[4] = {0, 0, 0, 0}, ones[4] = {~0u, ~0u, ~0u, ~0u};
