@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float, float]]
         "--from_config", action="store_true", help="optimizer and schedule come from the DeepSpeed configuration"
     )
     parser.add_argument("--resume", action="store_true", help="load output_dir/state first")
+    parser.add_argument("--local_rank", type=int, help="the launcher gives it, as DeepSpeed's does")
     args = parser.parse_args(arguments)
     config = {
         "train_micro_batch_size_per_gpu": 4,

@@ -540,8 +540,8 @@ def _loss(model: torch.nn.Module, trainer: Any) -> float:
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: list[list[str]]) -> list[Any]:
-    """For every case (arguments of the example): what each step printed, the same after load_state, and the sum of the
-    saved weights."""
+    """For every case (arguments of the example, which gets the launcher's as well): what each step printed, the same
+    after load_state, and the sum of the saved weights."""
     import torch.distributed as dist
 
     use(library)
@@ -552,7 +552,9 @@ def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: lis
         runs = []
         for more in ([], ["--resume"]):
             AcceleratorState._reset_state(reset_partial_state=True)
-            runs.append(script.main([*options, *more, "--output_dir", f"{folder}/{library}{i}"]))
+            runs.append(
+                script.main([f"--local_rank={rank}", *options, *more, "--output_dir", f"{folder}/{library}{i}"])
+            )
             dist.barrier()
         saved = weights(f"{folder}/{library}{i}")
         out.append((*runs, sum(float(t.double().sum()) for t in saved.values())))
