@@ -229,6 +229,38 @@ def test_a_write_to_the_shared_average_is_seen_on_all_ranks():
     assert all(run_quietly(_stray, 2))
 
 
+def _unequal(rank, world, stage):
+    """Rank 0 alone updates; decays that differ."""
+    import deepc
+    from deepc.errors import ArgumentError
+
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world=world))
+    average = deepc.EMA(engine, DECAY)
+    want = _whole(engine)
+    for step in range(3):
+        _train(engine, step, rank, world)
+        if rank == 0 or step != 1:
+            average.update()
+        want = {n: want[n].lerp(w, 1.0 - DECAY) for n, w in _whole(engine).items()}
+        if step == 1:
+            told = r"updates of average 'ema' is 2 on rank 0 and 1 on rank 1.*call its update\(\) on all of them"
+            with pytest.raises(ArgumentError, match=told):
+                _train(engine, 2, rank, world)
+            engine.zero_grad()
+            assert average.update() == (rank == 1)  # nothing was stepped: it comes in time
+    _equal(average.state_dict(), want)
+    deepc.EMA(engine, (0.5, 0.75)[rank], label="other")
+    with pytest.raises(ArgumentError, match=r"decay of average 'other' is 0.5 on rank 0 and 0.75 on rank 1"):
+        _train(engine, 3, rank, world)
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
+def test_ranks_that_average_differently_are_told_at_the_next_step(stage):
+    assert all(run_quietly(_unequal, 2, stage))
+
+
 class _Masked(torch.nn.Module):
     """A mask that grows with the longest sample so far, one that is expanded, and behind them the statistics of a
     norm."""

@@ -89,13 +89,14 @@ class EMA:
             self._make_module()
         self.reset()
         engine.averages[label] = self
+        self._tell(decay)
 
     # ---- the average -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def update(self) -> bool:
         """After engine.step(). False, and nothing happens, if no step was applied since the last update: inside an
-        accumulation, or after a step that was skipped. Collective with as_module (it fences) and where something lies
-        on disk, else this rank's own business."""
+        accumulation, or after a step that was skipped. On all ranks: collective with as_module (it fences) and where
+        something lies on disk, else without a message, and the next step says which rank left it out."""
         self._outside("update()")
         applied = self._applied_steps()
         if applied == self._seen:
@@ -105,6 +106,7 @@ class EMA:
         self._each(lambda mine, live: mine.lerp_(live, 1.0 - decay))
         self._seen = applied
         self.updates += 1
+        self._tell(decay)
         self._publish()
         return True
 
@@ -150,6 +152,10 @@ class EMA:
         """The module's memory; it is there with as_module."""
         assert self._flat is not None
         return self._flat
+
+    def _tell(self, decay: float | Callable[[int], float]) -> None:
+        """The next step compares the updates of all ranks (EqualSteps)."""
+        self.engine.equal_steps.averages[self.label] = (self.updates, "a function" if callable(decay) else decay)
 
     def _applied_steps(self) -> int:
         return self.engine.global_steps - self.engine.skipped_steps
@@ -372,6 +378,7 @@ class EMA:
     def loaded(self, updates: int) -> None:
         """After the checkpoint's values were put into the pieces. Collective with as_module."""
         self.updates, self._seen = updates, self._applied_steps()
+        self._tell(self.decay)
         self._publish()
 
     def __repr__(self) -> str:

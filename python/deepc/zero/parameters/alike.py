@@ -136,11 +136,13 @@ class EqualSteps:
     def __init__(self, ranks: Ranks, optimizer: ShardedOptimizer, state: ModelState, config: Config) -> None:
         self._ranks, self._optimizer, self._state, self._config = ranks, optimizer, state, config
         self._alike = True
+        self.averages: dict[str, tuple[int, Any]] = {}  # label -> (updates, decay of the last one): engine/states
 
     def row(self) -> list[float]:
         """See Rider."""
         frozen = [i for i, p in enumerate(self._state.trained) if not p.requires_grad]
-        made_with = (frozen, _numbers(self._optimizer.param_groups), self._config.gradient_clipping)
+        numbers = _numbers(self._optimizer.param_groups)
+        made_with = (frozen, numbers, self._config.gradient_clipping, sorted(self.averages.items()))
         return [float(zlib.crc32(repr(made_with).encode()))]
 
     def put(self, row: torch.Tensor) -> None:
@@ -157,7 +159,15 @@ class EqualSteps:
         self._alike = True
         frozen = [n for n, p in zip(self._state.names, self._state.trained) if not p.requires_grad]
         rows = [*_rows(self._optimizer, self._config), ("what is frozen", ", ".join(frozen) or "nothing")]
+        for label, (updates, decay) in sorted(self.averages.items()):
+            rows += [(f"updates of average '{label}'", str(updates)), (f"decay of average '{label}'", str(decay))]
         found = self._ranks.difference(rows)
+        if " of average '" in found:
+            raise ArgumentError(
+                f"engine.step(): the ranks average different weights: {found}. Each rank averages its part of the"
+                " weights, so make every deepc.EMA on all ranks, with one decay, call its update() on all of them (not"
+                " on rank 0 alone), and step() again: nothing was stepped"
+            )
         if any(found.startswith(f"{key} of param group {i} ") for i, key in self._optimizer.written):
             raise _of_a_part(
                 "engine.step()", self._optimizer, f"{found}, which its last step has made of the part alone"
