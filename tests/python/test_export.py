@@ -322,12 +322,22 @@ class Odd(nn.Module):
         return self.tied(self.encoder(h + self.attention(h, h, h)[0]))
 
 
-def test_which_weights_become_int8():
+def test_which_weights_become_int8(tmp_path):
     torch.manual_seed(1)
     model = Odd().eval()
     names = {id(p): n for n, p in model.named_parameters()}
     chosen = {names[i] for i in int8.quantizable(model, keep=["*.linear2.*"])}
     assert chosen == {"plain.weight", "encoder.linear1.weight"}
+    for keep, told in (
+        (["plan.weight"], r"'plan.weight'. Did you mean \"plain.weight\""),
+        ("plain.*", r"keep=\['plain"),
+    ):
+        for make in (
+            lambda k: deepc.inference(copy.deepcopy(model), dtype="int8", keep=k),
+            lambda k: deepc.export(model, tmp_path, dtype="int8", keep=k),
+        ):
+            with pytest.raises(ArgumentError, match=told):
+                make(keep)
     x = torch.tensor([[0, 1, 2, 3]])
     want = model(x)
     served = deepc.inference(copy.deepcopy(model), dtype="int8")
@@ -403,6 +413,7 @@ def test_parts_and_other_writers(tmp_path):
 
 def test_what_is_refused(tmp_path):
     model = make()
+    trains, *_ = deepc.initialize(model=make(), config={"train_batch_size": 1})
     deepc.export(model, tmp_path / "int8", dtype="int8")
     for call, error, text in (
         (
@@ -412,6 +423,9 @@ def test_what_is_refused(tmp_path):
         ),
         (lambda: deepc.inference(make(), dtype="int4"), ArgumentError, "'int4'.*fp32, bf16, fp16 or int8"),
         (lambda: deepc.inference(make(), stage=1), ArgumentError, "stage=1"),
+        (lambda: deepc.inference(make(), tag="a"), ArgumentError, "tag='a', .*give its folder"),
+        (lambda: deepc.inference(make(), average="ema"), ArgumentError, "average='ema'.*give its folder"),
+        (lambda: deepc.inference(trains, average="ema"), ArgumentError, "average, .*can't be given with it"),
         (lambda: deepc.inference(make(), checkpoint=tmp_path), CheckpointError, "holds no weights"),
         (lambda: deepc.inference(make(width=16), checkpoint=tmp_path / "int8"), CheckpointError, "has shape"),
         (lambda: deepc.inference("model"), ArgumentError, "got str"),

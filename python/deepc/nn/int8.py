@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, did_you_mean
 
 SCALE = "_scale"  # the scale of `weight` is stored as `weight_scale`
 BLOCK_BYTES = 1 << 20  # of widened weights at a time: they stay in the second-level cache
@@ -122,19 +122,26 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def quantizable(model: nn.Module, keep: Sequence[str] = ()) -> dict[int, int]:
     """id(parameter) -> dimension of its output channels, of the weights that become int8. keep: patterns (fnmatch) of
-    parameter names that don't."""
+    parameter names that don't. ArgumentError for one that no parameter has."""
+    if isinstance(keep, str):
+        raise ArgumentError(f"keep={keep!r} is one text; give a list of patterns: keep=[{keep!r}]")
     axes: dict[int, set[int | None]] = {}
+    names: list[str] = []
     dense: set[int] = set()
     for prefix, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None:
                 continue
-            kept = any(fnmatch.fnmatchcase(f"{prefix}.{name}" if prefix else name, pattern) for pattern in keep)
+            names.append(f"{prefix}.{name}" if prefix else name)
+            kept = any(fnmatch.fnmatchcase(names[-1], pattern) for pattern in keep)
             axes.setdefault(id(p), set()).add(
                 None if kept or p.dim() != 2 or not p.is_floating_point() else _axis(module, name)
             )
             if type(module) is not nn.Embedding:
                 dense.add(id(p))
+    for pattern in keep:  # it would let the weight that is meant become int8
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ArgumentError(f"keep: no parameter is called {pattern!r}.{did_you_mean(pattern, names)}")
     one = {i: next(iter(found)) for i, found in axes.items() if i in dense and len(found) == 1}
     return {i: axis for i, axis in one.items() if axis is not None}
 

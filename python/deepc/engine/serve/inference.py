@@ -76,11 +76,12 @@ def inference(
     if isinstance(model, InferenceEngine):
         raise ArgumentError("inference: this is an InferenceEngine already")
     if isinstance(model, EngineBase):
-        if checkpoint is not None or dtype is not None or stage or zero or keep or device is not None:
+        of_a_checkpoint = checkpoint is not None or tag is not None or average is not None
+        if of_a_checkpoint or dtype is not None or stage or zero or keep or device is not None:
             raise ArgumentError(
-                "inference(engine) runs the engine's own weights where they are: checkpoint, dtype, stage, zero, keep "
-                "and device can't be given with it; for another "
-                "dtype deepc.export(engine, folder, dtype=...) and load that"
+                "inference(engine) runs the engine's own weights where they are: checkpoint, tag, average, dtype, stage,"
+                " zero, keep and device can't be given with it; for another dtype, or an average, deepc.export(engine or"
+                " EMA, folder, dtype=...) and load that"
             )
         if model.part is not None:
             raise UnsupportedError(
@@ -91,6 +92,11 @@ def inference(
         return InferenceEngine(model.module, model.dtype, trainer=model)
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"inference needs a torch.nn.Module or a deepc Engine, got {type(model).__name__}")
+    if checkpoint is None and (tag is not None or average is not None):
+        raise ArgumentError(
+            f"inference(tag={tag!r}, average={average!r}): they name a part of a checkpoint; give its folder,"
+            " checkpoint=, as well"
+        )
     if stage not in (0, 3):
         raise ArgumentError(
             f"inference(stage={stage!r}): 0 (every rank has the weights) or 3 (once per node); without optimizer states"
