@@ -188,6 +188,15 @@ def test_a_forward_that_raises_leaves_no_hooks():
     with pytest.raises(RuntimeError):
         get_model_profile(model, input_shape=(2, 3), warm_up=0)
     assert not model._forward_hooks and not model._forward_pre_hooks and "__flops__" not in model.__dict__
+    assert model.training
+
+
+def test_a_model_is_profiled_in_eval_mode_and_trains_on():
+    modes = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())  # a norm that is kept
+    model.register_forward_pre_hook(lambda module, inputs: modes.append([m.training for m in module.modules()]))
+    get_model_profile(model, input_shape=(2, 4), print_profile=False)
+    assert modes == [[False] * 3] * 3 and [m.training for m in model.modules()] == [True, True, False]
 
 
 @pytest.mark.full

@@ -30,6 +30,7 @@ from torch import nn
 from ....core.foreign import private
 from ....core.foreign.private import TorchDispatchMode
 from ....errors import ArgumentError
+from ....parallel.pipeline.part import called_to_evaluate
 from .costs import Cost, cost_of, counted, get_module_duration, get_module_flops, get_module_macs, is_composite
 from .text import (
     duration_to_string,
@@ -264,8 +265,8 @@ def get_model_profile(
     """(flops, macs, parameters) of one forward of `model` (numbers, or text with as_string), and the printed profile.
 
     input_shape: of a single tensor input, made of ones in the model's dtype; or args, kwargs: the inputs. mode:
-    "forward" or "generate". The model is put into eval mode, and runs warm_up + 2 times: once for time, once for
-    counts."""
+    "forward" or "generate". The model runs warm_up + 2 times in eval mode: once for time, once for counts. Its modules
+    then have the modes that they had."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"get_model_profile takes a torch.nn.Module, got {type(model).__name__}")
     if mode not in ("forward", "generate"):
@@ -278,28 +279,28 @@ def get_model_profile(
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not kwargs:
         raise ArgumentError("get_model_profile needs input_shape=, or the model's inputs as args= or kwargs=")
-    model.eval()
     run: Callable[..., Any] = model if mode == "forward" else cast(Any, model).generate
-    for _ in range(warm_up):
-        run(*args, **(kwargs or {}))
     profiler = FlopsProfiler(model, count=False)
-    try:
-        profiler.start_profile(ignore_list=ignore_modules)
-        run(*args, **(kwargs or {}))
-        durations = [counted(m).__duration__ for m in model.modules()]
-        profiler._count = True
-        profiler.start_profile(ignore_list=ignore_modules)
-        run(*args, **(kwargs or {}))
-        profiler.stop_profile()
-        for module, duration in zip(model.modules(), durations):
-            counted(module).__duration__ = duration
-        found = (
-            get_module_flops(model),
-            get_module_macs(model),
-            counted(model).__params__ + counted(model).__expert_params__,
-        )
-        if print_profile:
-            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    finally:  # a forward that raises leaves no hooks behind
-        profiler.end_profile()
+    with called_to_evaluate(model):
+        try:
+            for _ in range(warm_up):
+                run(*args, **(kwargs or {}))
+            profiler.start_profile(ignore_list=ignore_modules)
+            run(*args, **(kwargs or {}))
+            durations = [counted(m).__duration__ for m in model.modules()]
+            profiler._count = True
+            profiler.start_profile(ignore_list=ignore_modules)
+            run(*args, **(kwargs or {}))
+            profiler.stop_profile()
+            for module, duration in zip(model.modules(), durations):
+                counted(module).__duration__ = duration
+            found = (
+                get_module_flops(model),
+                get_module_macs(model),
+                counted(model).__params__ + counted(model).__expert_params__,
+            )
+            if print_profile:
+                profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+        finally:  # a forward that raises leaves no hooks behind
+            profiler.end_profile()
     return (number_to_string(found[0]), macs_to_string(found[1]), params_to_string(found[2])) if as_string else found
