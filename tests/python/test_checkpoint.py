@@ -221,6 +221,23 @@ def test_client_state_without_pickle(tmp_path):
     engine.destroy()
 
 
+def _save_what_one_rank_cannot(rank, world, folder):
+    from deepc.errors import CheckpointError, CheckpointTypeError
+
+    engine = make_engine(2, world)
+    for bad in ({"fn": print}, [1]):
+        error, told = (CheckpointTypeError, "fn|got list") if rank else (CheckpointError, "failed on rank 1")
+        with pytest.raises(error, match=told):
+            engine.save_checkpoint(folder, client_state=bad if rank else {})
+    assert not os.listdir(folder)
+    assert train(engine, rank, world, range(1)) and engine.save_checkpoint(folder)  # the ranks are together
+    engine.destroy()
+
+
+def test_client_state_that_one_rank_cannot_save_is_told_on_all(tmp_path):
+    run_ranks(_save_what_one_rank_cannot, 2, str(tmp_path))
+
+
 def test_another_model_is_refused_by_name(tmp_path):
     import deepc
     from deepc.errors import CheckpointError

@@ -148,13 +148,11 @@ def save(
     exclude_frozen: bool,
 ) -> None:
     """Collective. See Engine.save_checkpoint."""
-    if not isinstance(client_state, dict):
-        raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
     if broken := engine.broken_step or engine.broken_load[0]:
         raise CheckpointError(f"save_checkpoint: {broken}")
     engine.guard.refuse_writes()
     take_in_writes(engine)
-    encode_client_state(client_state)  # refuse what can't be saved before a byte is written
+    together(engine, f"saving checkpoint {tag}", _refusal(client_state))  # before a byte is written
     if engine.hooks.accumulated or engine.hooks.open:
         logger.warning(
             "save_checkpoint between a backward and its step: gradients of the unfinished step are not saved"
@@ -189,6 +187,17 @@ def save(
         if writer is not None:
             writer.abort()
         raise
+
+
+def _refusal(client_state: dict[str, Any]) -> Exception | None:
+    """What a checkpoint can't hold of it; the ranks may have come with different ones."""
+    if not isinstance(client_state, dict):
+        return CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
+    try:
+        encode_client_state(client_state)
+    except Exception as exc:
+        return exc
+    return None
 
 
 def _is_dense(value: Any) -> bool:
