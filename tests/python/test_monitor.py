@@ -1026,6 +1026,10 @@ def test_other_files_of_a_folder_that_cannot_be_made_end_no_training(tmp_path, w
     for name in ("flops.txt", "comms.rank0.json"):
         assert [w for w in warnings_of if name in w and "training goes on" in w], warnings_of
     assert len(warnings_of) == 3 and engine.global_steps == 3
+    engine = make_engine(flops_profiler=flops | {"output_file": str(tmp_path / "file" / "mine.txt")})
+    train(engine, 3)
+    engine.destroy()
+    assert "mine.txt can't be written" in warnings_of[3] and engine.global_steps == 3
 
 
 def test_a_missing_package_is_said(monkeypatch, warnings_of):

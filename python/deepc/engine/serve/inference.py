@@ -79,9 +79,9 @@ def inference(
         of_a_checkpoint = checkpoint is not None or tag is not None or average is not None
         if of_a_checkpoint or dtype is not None or stage or zero or keep or device is not None:
             raise ArgumentError(
-                "inference(engine) runs the engine's own weights where they are: checkpoint, tag, average, dtype, stage,"
-                " zero, keep and device can't be given with it; for another dtype, or an average, deepc.export(engine or"
-                " EMA, folder, dtype=...) and load that"
+                "inference(engine) runs the engine's own weights where they are: checkpoint, tag, average, dtype,"
+                " stage, zero, keep and device can't be given with it; for another dtype, or an average,"
+                " deepc.export(engine or EMA, folder, dtype=...) and load that"
             )
         if model.part is not None:
             raise UnsupportedError(

@@ -61,9 +61,10 @@ class FlopsAtStep(Listener):
             engine.monitor.set_flops(per_step=3 * self._flops)
         if engine.everyone.rank != 0:
             return
-        self._profiler.print_model_profile(
-            engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file
-        )
+        with _worth_no_run(s.output_file or "standard output"):
+            self._profiler.print_model_profile(
+                engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file
+            )
         folder = run_folder(engine._config)
         if folder and not s.output_file:
             path = os.path.join(folder, "flops.txt")
@@ -110,7 +111,7 @@ class CommsFile(Listener):
 
 @contextlib.contextmanager
 def _worth_no_run(path: str) -> Iterator[None]:
-    """A file of the run folder that can't be written is said, as of the folder's others, and training goes on."""
+    """A file that can't be written is said, as of the run folder's others, and training goes on."""
     try:
         yield
     except OSError as exc:
