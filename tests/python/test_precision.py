@@ -282,3 +282,84 @@ def test_cpu_flags_reads_both_spellings(tmp_path):
     assert precision.cpu_flags(str(file)) == {"fpu", "avx2"}
     file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
     assert precision.cpu_flags(str(file)) == {"fp", "asimd", "bf16"}
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+class Positions(torch.nn.Module):
+    """Frequencies for every position, a batch norm, and a router's bias that a class of transformers would list."""
+
+    _keep_in_fp32_modules_strict = ("routers.*.bias",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(2, 4, 1)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.routers = torch.nn.ModuleList([torch.nn.Module()])
+        self.routers[0].register_buffer("bias", torch.tensor([10.001, 10.002]))
+        self.register_buffer("inv_freq", 1.0 / 10000.0 ** (torch.arange(4) / 4.0), persistent=False)
+        self.register_buffer("wide", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("ids", torch.arange(3))
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[-1]) * self.inv_freq[:, None]
+        return (self.norm(self.conv(x)) + angles.cos().to(x.dtype)).float().square().mean()
+
+
+def buffers_of(precision: str, stage: int, model: torch.nn.Module, **data_types: str) -> deepc.Engine:
+    options = {"data_types": data_types, "zero_optimization": {"stage": stage}, precision: {"enabled": True}}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    return deepc.initialize(model=model, config={"train_batch_size": 2, "optimizer": sgd, **options})[0]
+
+
+@pytest.mark.parametrize("precision, stage", [("bf16", 0), ("bf16", 3), ("fp16", 2)])
+def test_buffers_keep_their_dtype_and_values(precision, stage):
+    model, dtype = Positions(), torch.bfloat16 if precision == "bf16" else torch.float16
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    engine = buffers_of(precision, stage, model)
+    engine.backward(engine(torch.randn(2, 2, 5).to(dtype)))
+    assert engine.step().applied
+    for name, b in model.named_buffers():
+        if name.startswith("norm.running"):
+            assert b.dtype == dtype  # torch computes with those of its weights' dtype only
+        elif not name.startswith("norm."):
+            assert b.dtype == before[name].dtype and torch.equal(b, before[name]), name
+    engine.destroy()
+
+
+def test_buffers_are_cast_where_the_configuration_asks():
+    """But for those that transformers' classes list."""
+    model = Positions()
+    engine = buffers_of("bf16", 1, model, buffer_dtype="bf16")
+    found = {n: b.dtype for n, b in model.named_buffers()}
+    engine.destroy()
+    assert found.pop("routers.0.bias") == torch.float32
+    assert found.pop("ids") == found.pop("norm.num_batches_tracked") == torch.int64
+    assert set(found.values()) == {torch.bfloat16}
+    model.routers[0].bias = model.routers[0].bias.half()
+    engine = buffers_of("bf16", 1, model.float())
+    assert model.routers[0].bias.dtype == torch.float32
+    engine.destroy()
+
+
+def test_a_buffer_that_meets_other_parameters_is_told():
+    model = torch.nn.Sequential(Added(), torch.nn.Conv1d(2, 4, 1))
+    engine = buffers_of("bf16", 2, model)
+    with pytest.raises(RuntimeError) as told:
+        engine(torch.ones(2, 2, 5, dtype=torch.bfloat16))
+    assert "'0.pos' is float32" in told.value.__notes__[0] and '{"buffer_dtype": "bf16"}' in told.value.__notes__[0]
+    engine.destroy()
+    engine = buffers_of("bf16", 2, model, buffer_dtype="bf16")
+    assert engine(torch.ones(2, 2, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError) as told:
+        engine(torch.ones(2, 2, 5))
+    assert not hasattr(told.value, "__notes__")
+    engine.destroy()
+
+
+class Added(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pos", torch.ones(5))
+
+    def forward(self, x):
+        return x + self.pos

@@ -156,6 +156,8 @@ def fast_bf16():
 def make_model(**options):
     model = tiny.make_model(**options)
     model.register_buffer("third", torch.tensor([1 / 3, 2.0]))
+    model.norm = torch.nn.BatchNorm1d(2).requires_grad_(False)  # its statistics follow the precision
+    model.norm.running_mean.copy_(model.third)
     return model
 
 
@@ -233,7 +235,8 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         objects = dict(auto.module.named_parameters())
         exact = torch.tensor([1 / 3, 2.0])
         segment = weakref.ref(auto.state.segment) if auto.state.segment is not None else None
-        assert auto.precision == "bf16" and auto.module.third.dtype == torch.bfloat16
+        assert auto.precision == "bf16" and auto.module.norm.running_mean.dtype == torch.bfloat16
+        assert torch.equal(auto.module.third, exact)
 
         # bf16 until the second poisoned step in a row: a plain bf16 engine
         a, said = train(auto, rank, world, range(6), poison=(2, 4, 5))
@@ -245,8 +248,8 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         ].precision_change.startswith("bf16 -> fp32: 2 steps in a row")
         assert auto.last_step == said[-1]
         before = everything(plain)
-        torch.testing.assert_close(auto.module.third, exact, rtol=0, atol=0)  # the buffer has its fp32 values again
-        before[0]["buffer third"] = exact
+        torch.testing.assert_close(auto.module.norm.running_mean, exact, rtol=0, atol=0)  # in fp32 again
+        before[0]["buffer norm.running_mean"] = exact
         same(everything(auto), before)
         plain.destroy()
 
@@ -268,7 +271,7 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         assert a == b and all(s.applied for s in said)
         assert [s.precision_change for s in said] == ["", "", "fp32 -> bf16: 3 steps in fp32 are over"]
         after = everything(plain)
-        after[0]["buffer third"] = exact.bfloat16().float()
+        after[0]["buffer norm.running_mean"] = exact.bfloat16().float()
         same(everything(auto), after)
         plain.destroy()
 
@@ -289,7 +292,7 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         )
         plain.destroy()
         end, end_values = everything(auto), values(auto)
-        torch.testing.assert_close(auto.module.third, exact, rtol=0, atol=0)
+        torch.testing.assert_close(auto.module.norm.running_mean, exact, rtol=0, atol=0)
 
         # checkpoints of both modes go on as the engine did
         auto.load_checkpoint(folder, "in_bf16")  # in place, from fp32

@@ -38,6 +38,7 @@ class Net(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 4))
         self.seen: list[torch.dtype] = []
+        self.register_buffer("table", torch.ones(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(x.dtype)
@@ -97,7 +98,7 @@ def run(
         out.loader, out.level, out.bucket_elems = len(loader), log.level, engine.plan.layout.bucket_elems
         out.stage, out.dtype, out.policy = engine.plan.stage, engine.dtype, engine.step_policy.describe()
         out.inert = {i.key for i in engine._config.inert}
-        out.auto = engine.auto_precision
+        out.auto, out.table = engine.auto_precision, model.table.dtype
         try:
             for step in range(steps):
                 g = torch.Generator().manual_seed(100 * step + rank)
@@ -542,6 +543,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "gradient_allreduce_op": ({**SGD, "gradient_clipping": 0.0}, "sum", on_ranks("weights")),  # clipped, both are alike
     "communication_data_type": (SGD, "bf16", on_ranks("weights")),
     "data_types.grad_accum_dtype": (ADAM, "bf16", of("weights")),
+    "data_types.buffer_dtype": ({"bf16": {"enabled": True}}, "bf16", of("table")),
     "zero_optimization.stage": ({}, 2, of("stage")),
     "zero_optimization.reduce_bucket_size": ({}, 512, of("bucket_elems")),
     "zero_optimization.offload_optimizer.device": ({"zero_optimization": {"stage": 1}}, "cpu", estimated),

@@ -274,7 +274,15 @@ KEYS: tuple[Key, ...] = (
         "a parameter dtype apart from fp16.enabled and bf16.enabled",
         choices=TRAINED_NAMES,
     ),
-    _later("data_types.buffer_dtype", "str", None, "casts of module buffers", choices=TRAINED_NAMES),
+    _active(
+        "data_types.buffer_dtype",
+        "str",
+        None,
+        "Dtype that floating-point buffers are cast to; null: they keep theirs (rotary frequencies and routers' biases"
+        " lose what they are for in 16 bits). Statistics of a batch norm have its weights' dtype, and buffers that a"
+        " transformers model lists to be kept in fp32 are fp32.",
+        choices=TRAINED_NAMES,
+    ),
     _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
     # ---- gradients ---------------------------------------------------------------------------------------------------
     _active("gradient_clipping", "number", 1.0, "Largest global gradient norm; 0: no clipping.", ge=0, auto=True),

@@ -169,9 +169,10 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class DataTypesConfig:
-    """Section data_types. grad_accum_dtype: "fp32", "bf16" or "fp16"."""
+    """Section data_types. grad_accum_dtype: "fp32", "bf16" or "fp16"; buffer_dtype too, or None."""
 
     grad_accum_dtype: str
+    buffer_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -556,7 +557,12 @@ def _build(asked: Loader) -> Config:
         ),
         aio=_fill(asked, AioConfig, "aio"),
         activation_checkpointing=_fill(asked, ActivationCheckpointingConfig, "activation_checkpointing"),
-        data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
+        data_types=_fill(
+            asked,
+            DataTypesConfig,
+            "data_types",
+            grad_accum_dtype=asked.get("data_types.grad_accum_dtype") or "fp32",
+        ),
         pipeline=_fill(asked, PipelineConfig, "pipeline"),
         tensor_parallel=_fill(asked, TensorParallelConfig, "tensor_parallel"),
         curriculum_learning=_fill(asked, CurriculumConfig, "curriculum_learning"),

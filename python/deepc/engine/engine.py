@@ -83,6 +83,7 @@ class Engine(EngineBase):
                 self._death_is_told(),
                 self._disk_is_told(),
                 self._regions_are_left(),
+                self._buffers_are_told(),
                 self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
@@ -198,6 +199,14 @@ class Engine(EngineBase):
                 from ..parallel.tensor.layers import break_off
 
                 break_off(self.module)
+            raise
+
+    @contextlib.contextmanager
+    def _buffers_are_told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            assembly.note_buffers(self, exc)
             raise
 
     @contextlib.contextmanager

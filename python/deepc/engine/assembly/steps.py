@@ -49,6 +49,7 @@ from ..policy.choose import choose_policy
 from ..states.activations import Activations, Moves
 from ..states.curriculum import Curriculum
 from ..states.recompute import Recomputation, largest_over
+from .buffers import place_buffers
 from .shares import (
     check_numbers,
     check_shards,
@@ -557,24 +558,6 @@ def check_disk(engine: EngineBase) -> None:
 
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
-@torch.no_grad()
-def place_buffers(engine: EngineBase) -> None:
-    """The model's buffers go to the device, in the dtype of training, with rank 0's values. Those of a model that came
-    in the dtype of evaluation stay in theirs: it was made so (rotary frequencies in fp32). Collective."""
-    dtype = engine.step_policy.buffer_dtype
-    floats = {p.dtype for p in engine.module.parameters() if casts(p)}
-    all_of_them = engine.plan.layout.total > 0 or floats != {engine.dtype}
-    for module in engine.module.modules():
-        for b in module._buffers.values():
-            if b is not None:
-                wanted = dtype if all_of_them and casts(b) else b.dtype
-                b.data = b.data.to(device=engine.device, dtype=wanted)
-    if engine.group.world > 1:
-        for _, b in engine.module.named_buffers():
-            gathered.broadcast_whole(engine.group, b, 0)
-    engine.step_policy.cast_buffers()
-
-
 def choose_matmul(engine: EngineBase) -> None:
     """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
     if engine.device.type != "cpu" or engine.dtype == torch.float32:

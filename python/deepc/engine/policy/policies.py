@@ -15,6 +15,7 @@ import torch
 
 from ...core import memory
 from ...core.foreign import private
+from ...core.ops import statistics
 from ...core.ops import torch_dtype as tensor_dtype
 from ...errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedError
 from ...plan.derive import Machine, is_streamed
@@ -73,7 +74,7 @@ class Plain:
         return 0
 
     def cast_buffers(self) -> None:
-        """After the model's buffers were cast to `buffer_dtype`."""
+        """After those of the model's buffers that follow its parameters were cast to `buffer_dtype`."""
 
     @property
     def buffer_dtype(self) -> torch.dtype:
@@ -457,12 +458,13 @@ class AutomaticPrecision(Plain):
 
     @torch.no_grad()
     def _recast_buffers(self, was: torch.dtype, dtype: torch.dtype, ours: set[int] | None) -> None:
-        """Buffers of dtype `was`, and parameters that joined the model later (their ids are not in `ours`, if that is
-        known), become `dtype`. fp32 values are kept through 16 bits, except where the buffer was written meanwhile."""
+        """Buffers of dtype `was` that follow the parameters, and parameters that joined the model later (their ids are
+        not in `ours`, if that is known), become `dtype`. fp32 values are kept through 16 bits, except where the buffer
+        was written meanwhile."""
         module = self._engine.module
         exact = {id(b): values for b, values in self._exact}
         self._exact = []
-        for b in {id(b): b for b in module.buffers()}.values():
+        for b in statistics(module):
             if b.dtype != was:
                 continue
             if dtype != torch.float32:
