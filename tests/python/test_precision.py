@@ -363,3 +363,31 @@ class Added(torch.nn.Module):
 
     def forward(self, x):
         return x + self.pos
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_optimizer_tells_the_loss_scale(stage):
+    """From before the first step on, under DeepSpeed's names; and 1.0 where nothing is scaled."""
+    engine = fp16_engine(stage, initial_scale_power=3, loss_scale_window=1, hysteresis=1)
+    optimizer = engine.optimizer
+    told = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        told.append((optimizer.loss_scale, optimizer.cur_scale, optimizer.loss_scaler.cur_scale, engine.loss_scale))
+        engine.backward(engine(torch.ones(1, 4).half()).float().square().mean() * factor)
+        engine.step()
+    assert told == [(scale,) * 4 for scale in (8.0, 8.0, 4.0, 4.0)] and optimizer.loss_scale == 8.0
+    assert (
+        optimizer.dynamic_loss_scale and optimizer.loss_scaler.scale_window == 1 and optimizer.loss_scaler.cur_iter == 4
+    )
+    engine.destroy()
+    engine = fp16_engine(stage, loss_scale=138.0)
+    assert engine.optimizer.loss_scale == 138.0 and not engine.optimizer.dynamic_loss_scale
+    engine.destroy()
+    engine = deepc.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1})[0]
+    assert engine.optimizer.cur_scale == engine.optimizer.loss_scaler.loss_scale == 1.0
+    engine.destroy()
+
+
+def fp16_engine(stage: int, **fp16: float) -> deepc.Engine:
+    options = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True, **fp16}}
+    return deepc.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1, **options})[0]

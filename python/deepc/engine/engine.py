@@ -356,7 +356,6 @@ class Engine(EngineBase):
         """The loss scale of the next step."""
         if self.scaler is not None:
             self.scaler.update_scale(overflow)
-            self.optimizer.loss_scale = self.scaler.loss_scale
 
     def _on_disk(self, part: Callable[[], None]) -> None:
         """A part of the step, and if the disk of some rank breaks it off, the same error on all."""

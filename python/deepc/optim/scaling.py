@@ -25,6 +25,11 @@ class StaticLossScaler:
             raise ArgumentError(f"loss scale {scale!r} must be > 0")
         self.loss_scale = float(scale)
 
+    @property
+    def cur_scale(self) -> float:
+        """loss_scale by DeepSpeed's name, as the other properties of scalers are."""
+        return self.loss_scale
+
     def update_scale(self, overflow: bool) -> None:
         """Once per optimizer step; `overflow`: a gradient was not finite, and the step is skipped on every rank."""
         if overflow:
@@ -71,6 +76,18 @@ class DynamicLossScaler:
         self.hysteresis_left = self.hysteresis
         self.step_count = 0
         self.last_overflow_step = -1
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        return self.step_count
+
+    @property
+    def scale_window(self) -> int:
+        return self.window
 
     def update_scale(self, overflow: bool) -> None:
         """Once per optimizer step, after the decision to apply (False) or to skip it (True)."""

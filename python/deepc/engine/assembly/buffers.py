@@ -62,7 +62,7 @@ def note_buffers(engine: EngineBase, exc: RuntimeError) -> None:
         if casts(b) and b.dtype != engine.dtype and id(b) not in follow:
             exc.add_note(
                 f"buffers keep their dtype: {name!r} is {name_of(b.dtype)}, and what the model makes of it meets"
-                f" parameters of {name_of(engine.dtype)}. Cast it there (self.{name.rpartition('.')[2]}.to(x.dtype)), or"
-                f' cast all buffers: "data_types": {{"buffer_dtype": "{dtype_of(engine.dtype).short}"}}'
+                f" parameters of {name_of(engine.dtype)}. Cast it there (self.{name.rpartition('.')[2]}.to(x.dtype)),"
+                f' or cast all buffers: "data_types": {{"buffer_dtype": "{dtype_of(engine.dtype).short}"}}'
             )
             return

@@ -211,6 +211,7 @@ def assemble(
         sequence = axis_process_group(engine.mesh, "sp") if engine.mesh.sp > 1 else None
         engine.curriculum = Curriculum(config, engine.module, engine.part is not None, sequence)
         engine.scaler, engine.skips = precision.make_scaler(config), Skips(config.deepc.max_lost_steps)
+        engine.optimizer.loss_scaler = engine.scaler or engine.optimizer.loss_scaler
         engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
         engine.training_dataloader = make_loader(
             given.training_data,

@@ -453,7 +453,6 @@ def _load_engine_state(engine: EngineBase, saved: dict[str, Any], what: What) ->
             engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if what.optimizer_states and engine.scaler is not None and saved["scaler"] is not None:
         engine.scaler.load_state_dict(saved["scaler"])
-        engine.optimizer.loss_scale = engine.scaler.loss_scale
     if what.lr_scheduler_states and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
     engine.step_policy.loaded()

@@ -28,6 +28,7 @@ from ...optim.factory import (
 )
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, core_rule
+from ...optim.scaling import DynamicLossScaler, StaticLossScaler
 from ...optim.states.formats import SGD_RULE, is_coded
 from ...plan.layout import Segment
 from ...plan.plan import Plan
@@ -94,11 +95,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.around_change: Callable[[Callable[[], None]], None]  # the engine's, of a change of parameters in no step
         self._untouched = True  # by the core's update that was begun last
         self.overflow = False
-        self.loss_scale = 1.0
+        self.loss_scaler: StaticLossScaler | DynamicLossScaler = StaticLossScaler()  # in fp16 the engine's
         check_optimizer(base, stage, allow_untested)
         self._refuse_hooks()
         self._hook_tables()
         self.take_groups()
+
+    @property
+    def loss_scale(self) -> float:
+        """Of the next backward; 1.0 but in fp16."""
+        return self.loss_scaler.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
 
     def take_groups(self) -> None:
         """The param groups are as they are to stay."""
