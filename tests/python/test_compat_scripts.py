@@ -321,6 +321,11 @@ def _merged_for_a_while(rank: int, world: int, streamed: str) -> list[str]:
             for p in params if merged < 1 else ():
                 p.data = p.data - merged
         with deepspeed.zero.GatheredParameters(params):
+            model.cpu()  # sets `.data` to what it is
+            for p in params:
+                p.data.mul_(1.0)
+                p.data += 0.0 if merged < 1 else 1.0
+        with deepspeed.zero.GatheredParameters(params):
             assert all(torch.equal(p, b) for p, b in zip(params, before))
         with deepspeed.zero.GatheredParameters(params):
             with deepspeed.zero.GatheredParameters(params[:1], modifier_rank=0):
@@ -382,6 +387,34 @@ class _Chunked(torch.nn.Module):
         hidden = self.body(x).tanh()
         with _gathered(self.head.weight):
             return _Head.apply(hidden, self.head.weight).square().mean()
+
+
+def _read_into_gathered(rank: int, world: int, stage: int, folder: str) -> list[bool]:
+    """As DeepSpeed's own tests read a checkpoint into the model that an engine holds."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+    model, (x, y) = tiny.make_model(), tiny.make_batch(rank, MICRO)
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "train_micro_batch_size_per_gpu": MICRO}
+    engine, *_ = deepspeed.initialize(model=model, config={**adam, "zero_optimization": {"stage": stage}})
+    params = list(model.parameters())
+    engine.save_checkpoint(folder)
+    saved = [p.detach().clone() for p in params]
+    engine.backward(engine(x, y))
+    engine.step()
+    moved = [p.detach().clone() for p in params]
+    with deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=None):
+        read = list(load_state_dict_from_zero_checkpoint(model, folder).state_dict().values())
+        found = [all(torch.equal(a, b) for a, b in zip(saved, read)), torch.equal(saved[0], moved[0])]
+    found.append(all(torch.equal(a, b) for a, b in zip(moved, params)))
+    engine.destroy()
+    return found
+
+
+def test_a_checkpoint_is_read_into_gathered_parameters(tmp_path):
+    for found in run_ranks(_read_into_gathered, WORLD, args=(3, str(tmp_path)), fresh=True):
+        assert found == [True, False, True]
 
 
 def _chunked_training(rank: int, world: int) -> list[list[float]]:

@@ -27,6 +27,7 @@ from ...core import dtypes
 from ...core.files import atomic_write
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, CheckpointError
+from ...zero.parameters.param import is_lent
 
 logger = logging.getLogger("deepc")
 _NAMES = sorted(n for d in dtypes.TRAINED for n in (d.name, d.short))
@@ -208,11 +209,20 @@ def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
     """Loads the weights of a checkpoint into a plain model (one that no engine holds) on the CPU, and returns it. Names
-    that only one of them has are left out, as in DeepSpeed; a warning tells them."""
+    that only one of them has are left out, as in DeepSpeed; a warning tells them. Inside of GatheredParameters without
+    modifier_rank the model's parameters have them until its end, each rank's its own."""
     model.cpu()
-    left = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    lent = {n: p for n, p in model.named_parameters(remove_duplicate=False) if is_lent(p)}
+    taken = {n for n, p in lent.items() if n in values and values[n].shape == p.shape}
+    for n in taken:
+        lent[n].data.copy_(values[n])
+    left = model.load_state_dict({n: t for n, t in values.items() if n not in taken}, strict=False)
     for names, text in (
-        (left.missing_keys, "%d of the model's tensors are not in checkpoint %s and keep their values: %s"),
+        (
+            [n for n in left.missing_keys if n not in taken],
+            "%d of the model's tensors are not in checkpoint %s and keep their values: %s",
+        ),
         (left.unexpected_keys, "%d tensors of checkpoint %s are not in the model: %s"),
     ):
         if names:

@@ -36,8 +36,10 @@ class NodeParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if id(self) in _lent and _lent[id(self)] is None:
-            _lent[id(self)] = _data.__get__(self)
+        if id(self) in _lent:
+            memory = _lent[id(self)] = _data.__get__(self) if _lent[id(self)] is None else _lent[id(self)]
+            if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+                value = value.detach().clone()  # model.cpu() and model.to() give back what they found
         _data.__set__(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation for its own

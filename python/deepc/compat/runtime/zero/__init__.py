@@ -54,8 +54,8 @@ class DeepSpeedTensorOverride(Enum):
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, target_device: Any = None, **kwargs: Any
 ) -> Callable[..., Any]:
-    """`fn` itself. DeepSpeed's zero.Init makes torch's constructors give the training dtype; deepc's leaves them alone
-    and casts buffers when the engine is made. (transformers replaces this name while it builds a model.)"""
+    """`fn` itself. DeepSpeed's zero.Init makes torch's constructors give the training dtype; deepc's leaves them
+    alone, and buffers keep their dtype. (transformers replaces this name while it builds a model.)"""
     return fn
 
 
