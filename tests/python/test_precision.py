@@ -382,9 +382,11 @@ def test_the_optimizer_tells_the_loss_scale(stage):
     engine.destroy()
     engine = fp16_engine(stage, loss_scale=138.0)
     assert engine.optimizer.loss_scale == 138.0 and not engine.optimizer.dynamic_loss_scale
+    assert engine.optimizer.needs_scaler()
     engine.destroy()
     engine = deepc.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1})[0]
     assert engine.optimizer.cur_scale == engine.optimizer.loss_scaler.loss_scale == 1.0
+    assert not engine.optimizer.needs_scaler()
     engine.destroy()
 
 

@@ -95,7 +95,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.around_change: Callable[[Callable[[], None]], None]  # the engine's, of a change of parameters in no step
         self._untouched = True  # by the core's update that was begun last
         self.overflow = False
-        self.loss_scaler: StaticLossScaler | DynamicLossScaler = StaticLossScaler()  # in fp16 the engine's
+        self._no_scaler = StaticLossScaler()
+        self.loss_scaler: StaticLossScaler | DynamicLossScaler = self._no_scaler  # in fp16 the engine's
         check_optimizer(base, stage, allow_untested)
         self._refuse_hooks()
         self._hook_tables()
@@ -111,6 +112,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         return self.loss_scaler.dynamic
+
+    def needs_scaler(self) -> bool:
+        """Whether a bare `loss.backward()` has to be one of `engine.scale(loss)`: in fp16."""
+        return self.loss_scaler is not self._no_scaler
 
     def take_groups(self) -> None:
         """The param groups are as they are to stay."""
