@@ -31,7 +31,7 @@ ROOMS = [
 AROUND = ["observe", "launch", "compat"]
 # What JAX and TensorFlow will stand on imports no torch, but for these parts.
 NO_TORCH = ["core", "config", "plan"]
-WITH_TORCH = ["core/ops.py", "core/memory.py", "core/foreign/private.py", "plan/predict"]
+WITH_TORCH = ["core/ops.py", "core/memory.py", "core/foreign/private.py", "core/foreign/buffers.py", "plan/predict"]
 
 
 def modules() -> dict[str, Path]:

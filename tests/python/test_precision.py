@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import random
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import deepc
 import pytest
@@ -393,3 +393,20 @@ def test_the_optimizer_tells_the_loss_scale(stage):
 def fp16_engine(stage: int, **fp16: float) -> deepc.Engine:
     options = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True, **fp16}}
     return deepc.initialize(model=torch.nn.Linear(4, 4), config={"train_batch_size": 1, **options})[0]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, norm: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+        super().__init__()
+        self.inner = norm(torch.nn.Linear(5, 3))
+
+    def forward(self, x):
+        return self.inner(x).float().square().mean()
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_spectral_norms_compute_in_the_dtype_of_their_weights(norm):
+    engine = buffers_of("bf16", 2, Normed(norm))
+    engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)))
+    assert engine.step().applied
+    engine.destroy()

@@ -81,16 +81,6 @@ def casts(t: torch.Tensor) -> bool:
     return t.is_floating_point() and t.itemsize > 1
 
 
-def statistics(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The buffers that have to follow the parameters' dtype, each once: the running mean and variance of a batch norm
-    with weights, which torch computes with those of one dtype only."""
-    norms = (
-        m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.weight is not None
-    )
-    found = (b for m in norms for b in m._buffers.values() if b is not None and casts(b))
-    return list({id(b): b for b in found}.values())
-
-
 def code(dtype: torch.dtype, what: str = "tensor") -> int:
     """The C core's code of `dtype`; ArgumentError naming `what` if the core does not know it."""
     try:

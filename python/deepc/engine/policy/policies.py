@@ -15,7 +15,7 @@ import torch
 
 from ...core import memory
 from ...core.foreign import private
-from ...core.ops import statistics
+from ...core.foreign.buffers import following
 from ...core.ops import torch_dtype as tensor_dtype
 from ...errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedError
 from ...plan.derive import Machine, is_streamed
@@ -464,7 +464,7 @@ class AutomaticPrecision(Plain):
         module = self._engine.module
         exact = {id(b): values for b, values in self._exact}
         self._exact = []
-        for b in statistics(module):
+        for b in following(module):
             if b.dtype != was:
                 continue
             if dtype != torch.float32:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ...comm import start
-from ...core.ops import casts
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
@@ -248,11 +247,9 @@ class PipelineModule(torch.nn.Module):
             self._running = self.stages
 
     @contextlib.contextmanager
-    def all_layers(
-        self, dtype: torch.dtype, connect: Callable[[torch.nn.Module], None] = lambda made: None
-    ) -> Iterator[None]:
-        """Inside, the layers of other ranks are here too, in `dtype`: for a dry run, in which tensors have no memory.
-        connect: what spread experts of such a layer want.
+    def all_layers(self, prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+        """Inside, the layers of other ranks are here too: for a dry run, in which tensors have no memory. prepare: what
+        a layer wants that was just made.
         UnsupportedError where one of them was given as a module, which only its rank has."""
         mine, tied = dict(self._calls), {key: self.tied_modules[key] for key in self.tied_modules}
         try:
@@ -264,7 +261,7 @@ class PipelineModule(torch.nn.Module):
                         f"layer {i} of this PipelineModule is another rank's, and was given as a module: a dry run"
                         " can't make it; give it as a LayerSpec"
                     )
-                self._calls[i] = self._elsewhere(i, spec, dtype, tied, connect)
+                self._calls[i] = self._elsewhere(i, spec, tied, prepare)
             yield
         finally:
             self._calls = mine
@@ -273,17 +270,16 @@ class PipelineModule(torch.nn.Module):
         self,
         index: int,
         layer: Layer,
-        dtype: torch.dtype,
         tied: dict[str, torch.nn.Module],
-        connect: Callable[[torch.nn.Module], None],
+        prepare: Callable[[torch.nn.Module], None],
     ) -> Callable[[Any], Any]:
         if not isinstance(layer, LayerSpec):
             return layer  # type: ignore[no-any-return]  # a function
         if not isinstance(layer, TiedLayerSpec):
-            connect(made := _cast(self._built(index, layer), dtype))
+            prepare(made := self._built(index, layer))
             return made
         if layer.key not in tied:
-            connect(made := _cast(self._built(index, layer), dtype))
+            prepare(made := self._built(index, layer))
             tied[layer.key] = made
         module, forward = tied[layer.key], layer.forward_fn
         return module if forward is None else functools.partial(forward, module)
@@ -367,16 +363,6 @@ class PipelineModule(torch.nn.Module):
         if stage < len(self.cuts) - 2 or self.loss_fn is None or not wants_loss:
             return out
         return self.loss_fn(out, batch[1])
-
-
-def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """module.to(dtype), which fake tensors don't allow."""
-    for m in module.modules():
-        for name, p in m._parameters.items():
-            if p is not None and casts(p):
-                m._parameters[name] = torch.nn.Parameter(p.detach().to(dtype), p.requires_grad)
-        m._buffers.update((n, b.to(dtype)) for n, b in m._buffers.items() if b is not None and casts(b))
-    return module
 
 
 def _mesh(num_stages: int | None, topology: Any) -> Mesh:

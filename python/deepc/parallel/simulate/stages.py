@@ -14,6 +14,7 @@ import torch
 
 from ...core import memory, ops
 from ...core.foreign import private
+from ...core.foreign.buffers import buffer_dtypes
 from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import FakeModel, ShadowHeap, empty_like, make_tracker
 from ...plan.predict.shapes import WithoutValues, Work
@@ -307,12 +308,15 @@ def on_paper(
 
 
 @contextlib.contextmanager
-def _without_values(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[ShadowHeap]:
-    """The model's tensors have none, and are in this dtype (None: in their own). Those of other ranks are here too.
+def _without_values(
+    model: torch.nn.Module, dtype: torch.dtype | None, buffers: str | None = None
+) -> Iterator[ShadowHeap]:
+    """The model's tensors have none, and are in this dtype (None: in their own), buffers as in training that casts them
+    to `buffers`. Those of other ranks are here too.
     Gives the heap in which what is made inside lies."""
     heap, mode = ShadowHeap(), private.FakeTensorMode(allow_non_fake_inputs=True)
     tracker = make_tracker()(heap)
-    fake = FakeModel(model, mode, tracker, dtype, (), False)
+    fake = FakeModel(model, mode, tracker, dtype, (), False, buffers=buffers)
     heap.look()
     try:
         with mode, tracker:
@@ -334,7 +338,8 @@ def _boundaries(
     """What goes from each stage but the last to the next."""
     found: list[Boundary] = []
     received: Any = None
-    with _without_values(model, dtype), _all_layers(model, dtype, shared):
+    buffers = config.data_types.buffer_dtype
+    with _without_values(model, dtype, buffers), _all_layers(model, dtype, buffers, shared):
         casts = config.fp16.enabled and config.fp16.auto_cast
         batch = empty_like(batch, dtype if casts else None)
         for stage in range(part.order.stages - 1):
@@ -347,10 +352,26 @@ def _boundaries(
 
 
 def _all_layers(
-    model: torch.nn.Module, dtype: torch.dtype, shared: SharedGradients | None
+    model: torch.nn.Module, dtype: torch.dtype, buffers: str | None, shared: SharedGradients | None
 ) -> contextlib.AbstractContextManager[None]:
     if not isinstance(model, PipelineModule):
         return contextlib.nullcontext()
-    return model.all_layers(
-        dtype, (lambda made: None) if shared is None else (lambda made: connect(made, shared.group))
-    )
+
+    def prepare(made: torch.nn.Module) -> None:
+        _cast(made, dtype, buffers)
+        if shared is not None:
+            connect(made, shared.group)
+
+    return model.all_layers(prepare)
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype, buffers: str | None) -> None:
+    """As `_without_values` has it; module.to(dtype) is what fake tensors don't allow."""
+    of_buffers = buffer_dtypes(module, dtype, buffers)
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None and ops.casts(p):
+                m._parameters[name] = torch.nn.Parameter(p.detach().to(dtype), p.requires_grad)
+        for name, b in m._buffers.items():
+            if b is not None:
+                m._buffers[name] = b.to(of_buffers.get(id(b), b.dtype))

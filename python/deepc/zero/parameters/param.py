@@ -37,7 +37,8 @@ class NodeParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if id(self) in _lent:
-            memory = _lent[id(self)] = _data.__get__(self) if _lent[id(self)] is None else _lent[id(self)]
+            if (memory := _lent[id(self)]) is None:
+                memory = _lent[id(self)] = _data.__get__(self)
             if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
                 value = value.detach().clone()  # model.cpu() and model.to() give back what they found
         _data.__set__(self, value)

@@ -13,6 +13,7 @@ import torch
 
 from ....core import memory
 from ....core.foreign import patches
+from ....core.foreign.buffers import buffer_dtypes
 from ....core.ops import casts
 from ....errors import ArgumentError
 from ....nn import rows
@@ -135,7 +136,7 @@ class Staged(Protocol):
 
 class FakeModel:
     """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real
-    ones."""
+    ones. dtype: of parameters, None for their own; buffers: that buffers are cast to, see `buffer_dtypes`."""
 
     def __init__(
         self,
@@ -147,8 +148,10 @@ class FakeModel:
         keeps_frozen: bool,
         copies: Sequence[torch.nn.Parameter] = (),
         away: frozenset[int] = frozenset(),
+        buffers: str | None = None,
     ) -> None:
         self._away = away
+        self._buffers = {} if dtype is None else buffer_dtypes(model, dtype, buffers)
         self._mode, self._tracker, self._dtype, self._keeps_frozen = mode, tracker, dtype, keeps_frozen
         self._trained = {id(p) for p in (*trained, *copies)}
         self._swapped: dict[int, torch.Tensor] = {}
@@ -178,7 +181,10 @@ class FakeModel:
 
     def _fake(self, value: torch.Tensor, parameter: bool) -> torch.Tensor:
         if id(value) not in self._swapped:
-            dtype = self._dtype if self._dtype is not None and casts(value) else value.dtype
+            if parameter:
+                dtype = self._dtype if self._dtype is not None and casts(value) else value.dtype
+            else:
+                dtype = self._buffers.get(id(value), value.dtype)
             device = value.device if value.device.type != "meta" or id(value) in self._away else torch.device("cpu")
             with self._mode, torch.no_grad():
                 new = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
@@ -224,6 +230,7 @@ def run(
     budget: int | None = None,
     staged: Staged | None = None,
     sums_in: torch.dtype = torch.float32,
+    buffers: str | None = None,
 ) -> dict[str, Any]:
     """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
     spoilt.
@@ -233,6 +240,7 @@ def run(
     is there. handed: initialize hands each trained parameter to all ranks by a copy in fp32. update(fake parameters,
     known) makes a function that does a torch optimizer's step on shards, or None.
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
+    buffers: that buffers are cast to (data_types.buffer_dtype).
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
     forward, "largest_gradient"; what of the forward is "recomputed", in words; and of the
@@ -246,7 +254,7 @@ def run(
     tracker = make_tracker()(heap)
     before = anonymous_bytes()
     copies, away = (staged.copies, staged.away) if staged is not None else ((), frozenset[int]())
-    fake = FakeModel(model, mode, tracker, dtype, trained, keeps_frozen, copies, away)
+    fake = FakeModel(model, mode, tracker, dtype, trained, keeps_frozen, copies, away, buffers)
     memory.trim_heap()  # as initialize does
     freed = anonymous_bytes() - before
     heap.look()

@@ -478,6 +478,7 @@ def predict(
             budget=config.activation_checkpointing.budget,
             staged=staged,
             sums_in=torch_dtype(plan.accumulator),
+            buffers=config.data_types.buffer_dtype,
         )
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0

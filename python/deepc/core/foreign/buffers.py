@@ -1,0 +1,66 @@
+"""In which dtypes the buffers of a model are while it trains: which of those of torch's own modules can't differ from
+the parameters, and which transformers' classes list to be kept in fp32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from ..ops import casts, torch_dtype
+
+
+def following(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers that have to follow the parameters' dtype, each once, because torch computes with both of one dtype
+    only: statistics of batch norms with weights, the vectors of spectral norms."""
+    found = (b for b in _following(model) if b is not None and casts(b))
+    return list({id(b): b for b in found}.values())
+
+
+def _following(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    from torch.nn.utils.parametrizations import _SpectralNorm
+    from torch.nn.utils.spectral_norm import SpectralNorm
+
+    for m in model.modules():
+        if isinstance(m, _SpectralNorm) or (
+            isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.weight is not None
+        ):
+            yield from m._buffers.values()
+        for hook in m._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield from (m._buffers.get(f"{hook.name}_{vector}") for vector in "uv")
+
+
+def buffer_dtypes(
+    model: torch.nn.Module, dtype: torch.dtype, asked: str | None, follow: torch.dtype | None = None
+) -> dict[int, torch.dtype]:
+    """By id of each floating-point buffer the dtype that it has in training in `dtype`: its own, or what is
+    `asked` by data_types.buffer_dtype. follow: of those that follow the parameters; None: `dtype`."""
+    same, listed = {id(b) for b in following(model)}, _listed(model, dtype)
+    out = {}
+    for prefix, module in model.named_modules():
+        for name, b in module._buffers.items():
+            if b is None or not casts(b):
+                continue
+            if id(b) in same:
+                out[id(b)] = follow or dtype
+            elif listed is not None and listed.search(f"{prefix}.{name}" if prefix else name):
+                out[id(b)] = torch.float32
+            else:
+                out[id(b)] = b.dtype if asked is None else torch_dtype(asked)
+    return out
+
+
+def _listed(model: torch.nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """The names of what transformers' classes list to be kept in fp32 while the rest is in `dtype`, matched as
+    transformers does: anywhere in the name, "*" being any characters."""
+    if dtype == torch.float32:
+        return None
+    lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))
+    found = set()
+    for prefix, module in model.named_modules():
+        for name in (n for of in lists for n in getattr(module, of, None) or ()):
+            inside = name.replace("*", ".*")
+            found.add(rf"^{re.escape(prefix)}\..*{inside}" if prefix else inside)
+    return re.compile("|".join(sorted(found))) if found else None
