@@ -74,6 +74,10 @@ def test_slack_keeps_what_was_used_and_takes_nothing_ahead():
     assert d.stats().commits == 2 and d.stats().releases == 0
     with pytest.raises(ArgumentError, match="slack is -1"):
         DynamicTensor((1,), most=(1,), slack=-1)
+    with pytest.raises(ArgumentError, match=r"most is \(4611686018427388904,\), of 18446744073709555616 bytes"):
+        DynamicTensor((1,), most=((1 << 62) + 1000,))  # of which 2^64 would be lost
+    with pytest.raises(ArgumentError, match="dtype is 'float32'"):
+        DynamicTensor((1,), most=(1,), dtype="float32")
 
 
 def test_append_is_the_concatenation_and_takes_any_dtype():

@@ -943,7 +943,7 @@ def test_own_scalars(tmp_path):
     value = torch.tensor(0.25)
     engine.log({"acc": value, "n": 3})
     train(engine, 1, start=1)
-    for bad in ({"x": "text"}, {"x": torch.zeros(2)}, {1: 2.0}):
+    for bad in ({"x": "text"}, {"x": torch.zeros(2)}, {1: 2.0}, [0.5], 0.5):
         with pytest.raises(ArgumentError, match="engine.log"):
             engine.log(bad)
     engine.destroy()

@@ -182,6 +182,8 @@ def test_check(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DiskFullError, match="has .* GB free, .* GB are needed"):
         offload.check(tmp_path, need_bytes=1 << 62)
+    with pytest.raises(ArgumentError, match="need_bytes 18446744073709551617 is out of range"):
+        offload.check(tmp_path, need_bytes=(1 << 64) + 1)  # which passed for 1
     with pytest.raises(DiskError, match="make the folder first"):
         offload.check(tmp_path / "none")
     if disk.lock_bytes < 1 << 62:

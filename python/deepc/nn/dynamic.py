@@ -85,7 +85,11 @@ class DynamicTensor:
             raise ArgumentError(f"most is {tuple(most)}, of no elements; give the largest shape that may come")
         if not slack >= 0:
             raise ArgumentError(f"slack is {slack}; it must be a number >= 0 (math.inf: nothing is given back)")
+        if not isinstance(self._dtype, torch.dtype):
+            raise ArgumentError(f"dtype is {self._dtype!r}; it must be a torch.dtype, such as torch.float32")
         nbytes = self._most * self._dtype.itemsize
+        if nbytes >= 1 << 63:
+            raise ArgumentError(f"most is {tuple(most)}, of {nbytes} bytes, for which there are no addresses")
         self._slack = slack
         self._range = _Range(nbytes, slack) if of.type == "cpu" else _CudaRange(nbytes, slack, of)
         self._base = self._range.tensor(self._most, self._dtype)

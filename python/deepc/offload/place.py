@@ -78,6 +78,9 @@ def check(folder: str | os.PathLike[str], *, need_bytes: int = 0, lock_bytes: in
     """Looks at a folder before a run begins (a file without a name is made there and removed). DiskFullError: less than
     need_bytes are free, or a file may not be so large. DiskError: no such folder, no permission. OutOfMemoryError: less
     than lock_bytes of memory may be locked. Each with what to do."""
+    for name, value in (("need_bytes", need_bytes), ("lock_bytes", lock_bytes)):
+        if not 0 <= value < 1 << 63:
+            raise ArgumentError(f"{name} {value} is out of range")
     info = DiskInfo()
     call("dc_disk_check", os.fsencode(folder), need_bytes, lock_bytes, ctypes.byref(info))
     return Disk(

@@ -525,6 +525,8 @@ class Meter(Listener):
     def log(self, scalars: Mapping[str, Any]) -> None:
         """The user's own numbers, as they are now (0-d tensors of a GPU are read later): to the trackers and
         metrics.jsonl, and the last ones of each name on the next line."""
+        if not isinstance(scalars, Mapping):
+            raise ArgumentError(f"engine.log takes {{name: number}}, got {type(scalars).__name__}")
         kept = {}
         for name, value in scalars.items():
             try:
