@@ -543,6 +543,8 @@ def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, t
         engine.zero_grad,
         lambda: engine.save_checkpoint(tmp_path),
         lambda: engine.load_checkpoint(tmp_path),
+        lambda: engine.offload_states(device="nvme"),
+        engine.reload_states,
     ):
         with pytest.raises(MisuseError, match="destroyed"):
             call()

@@ -514,6 +514,7 @@ class Engine(EngineBase):
         DiskError or an OutOfMemoryError they are where they were."""
         from .states.moving import offload
 
+        self.require_alive("offload_states")
         with self.events.span("offload_states"):
             offload(self, nvme_path, include, locked)
 
@@ -521,6 +522,7 @@ class Engine(EngineBase):
         """What offload_states has moved comes back. Collective; after an OutOfMemoryError another call goes on."""
         from .states.moving import reload
 
+        self.require_alive("reload_states")
         with self.events.span("reload_states"):
             reload(self)
 
