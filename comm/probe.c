@@ -78,17 +78,20 @@ static int probe_under_tracer(dc_comm *c, const dc_call *call, const probe_shown
   return DC_OK;
 }
 
+/* What peers write when they try it: of the process, since one that is stopped meanwhile may do so long after our
+ * opening has failed. Any number of communicators share it: nobody reads it. */
+static volatile uint64_t probe_landing;
+
 int dc__probe(dc_comm *c) {
   const dc_call call = {.op = DC_CALL_BARRIER, .tag = -1};
   probe_shown shown[DC_COMM_MAX_RANKS];
-  volatile uint64_t landing = 0;
   uint64_t word = (uint64_t)dc__now_ns() * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid(), all = 0;
-  const probe_shown own = {(uint64_t)(uintptr_t)&word, (uint64_t)(uintptr_t)&landing, word, c->tracer};
+  const probe_shown own = {(uint64_t)(uintptr_t)&word, (uint64_t)(uintptr_t)&probe_landing, word, c->tracer};
   c->call = call;
   DC_TRY(dc__share(c, &call, &own, sizeof own, shown));
   uint64_t mine = c->may_copy ? probe_peers(c, shown) | PROBE_WANTED : PROBE_NOT_DENIED;
   if (c->may_membarrier && dc__membarrier_register()) mine |= PROBE_MEMBARRIER;
-  DC_TRY(probe_agree(c, &call, mine, &all)); /* `word` and `landing` live until all are through */
+  DC_TRY(probe_agree(c, &call, mine, &all)); /* `word` lives until all are through */
   if ((all & PROBE_WANTED) && !(all & PROBE_NOT_DENIED) && probe_same_tracer(c, shown))
     DC_TRY(probe_under_tracer(c, &call, shown, &all));
   c->single_copy = all & PROBE_COPIES;

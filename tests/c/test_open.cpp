@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <sys/un.h>
 #include <ucontext.h>
 
@@ -17,6 +18,17 @@
 #include <cstddef>
 
 using namespace ranks;
+
+namespace {
+int late_ms = 0; // so long after it is asked for a write to a peer's memory begins
+} // namespace
+
+// In place of the C library's, for the library too.
+extern "C" ssize_t process_vm_writev(pid_t pid, const iovec *from, unsigned long n, const iovec *to, unsigned long m,
+                                     unsigned long flags) {
+  if (late_ms) nap_ms(late_ms);
+  return syscall(SYS_process_vm_writev, pid, from, n, to, m, flags);
+}
 
 namespace {
 
@@ -77,6 +89,30 @@ TEST(Opening, AFailureOfOneRankIsToldToAll) {
     });
     expect_all_fine(out);
   }
+}
+
+// What lies below the caller's frame, where that of dc_comm_open was, stays as it is for so long.
+__attribute__((noinline)) bool stack_stays(int ms) {
+  volatile unsigned char below[96 << 10];
+  for (auto &b : below) b = 0xab;
+  nap_ms(ms);
+  for (auto &b : below)
+    if (b != 0xab) return false;
+  return true;
+}
+
+// A peer that is stopped while it tries whether it may write here, and goes on when we have given up.
+TEST(Opening, NobodyWritesToTheStackOfOneThatHasGivenUp) {
+  const std::string address = fresh_address();
+  expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+    late_ms = rank ? 1800 : 0;
+    dc_comm_config k = config_of(address.c_str(), rank, 2, 2, 4096, 1000);
+    dc_comm *c = nullptr;
+    const int rc = dc_comm_open(&k, &c);
+    WANT(rank || (rc != DC_OK && stack_stays(1600)), "%s", rc ? "somebody wrote to it" : "it did not give up");
+    dc_comm_close(c); // rank 1 has seen that rank 0 was there
+    return "";
+  }));
 }
 
 int open_descriptors() {
