@@ -33,11 +33,18 @@ big = torch.randn(5000, 8).to(dtype)
 assert torch.equal(torch.addmm(torch.ones(3, dtype=dtype), big, big[:8, :3].contiguous()),
                    torch.addmm(torch.ones(3), big.float(), big[:8, :3].float()).to(dtype))
 out = torch.empty(2, 2, dtype=dtype); torch.mm(big[:2], big[:2].t(), out=out)
+mixed = 0
+for f, operands in [(torch.mm, (big[:2].float(), big[:8])), (torch.addmm, (torch.ones(8), big[:2], big[:8])),
+                    (torch.bmm, (big[None, :2].float(), big[None, :8]))]:
+    try:
+        f(*operands)
+    except RuntimeError:
+        mixed += 1
 before, f32 = matmul.calls, 0.0
 for f, a, b in [(torch.mm, (33, 65), (65, 17)), (torch.bmm, (3, 9, 65), (3, 65, 5))]:
     a, b = torch.randn(a), torch.randn(b)
     f32 = max(f32, float((f(a, b).double() - f(a.double(), b.double())).abs().max()))
-print(json.dumps(dict(native=native, used=used, worst=worst, f32=f32, f32_calls=matmul.calls - before)))
+print(json.dumps(dict(mixed=mixed, native=native, used=used, worst=worst, f32=f32, f32_calls=matmul.calls - before)))
 """
 
 
@@ -55,6 +62,7 @@ def test_products_without_16_bit_arithmetic(dtype):
     assert "Overriding a previously registered kernel" not in run.stderr
     got = json.loads(run.stdout.splitlines()[-1])
     assert got["native"] is False
+    assert got["mixed"] == 3, "operands of two dtypes are an error, as where there is the arithmetic"
     assert got["f32_calls"] == 0 and got["f32"] < 1e-4, "fp32 products are torch's own, in fp32"
     assert got["used"] >= 4, "forward and backward must take the fp32 path"
     assert got["worst"] <= (2**-7 if dtype == "bfloat16" else 2**-10)

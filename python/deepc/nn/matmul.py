@@ -44,11 +44,17 @@ def installed() -> tuple[torch.dtype, ...]:
     return tuple(sorted(_dtypes, key=str))
 
 
+def _takes(operands: tuple[torch.Tensor, ...]) -> bool:
+    """Not of mixed dtypes, which are torch's error."""
+    dtype = operands[-1].dtype
+    return dtype in _dtypes and all(t.dtype == dtype for t in operands)
+
+
 def _override(name: str, impl: Callable[..., torch.Tensor]) -> None:
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if args[-1].dtype in _dtypes:
+        if _takes(args):
             global calls
             calls += 1
             return impl(*args, **kwargs)
@@ -63,7 +69,7 @@ def _override_out(name: str) -> None:
     impl = impls[name]
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-        if args[-1].dtype in _dtypes:
+        if _takes(args):
             global calls
             calls += 1
             result = impl(*args, **kwargs)
