@@ -53,7 +53,7 @@ class Net(nn.Module):
         return out if y is None else F.mse_loss(out, y)
 
     def generate(self, x, max_new_tokens):
-        return self(x)
+        return self(x.to(self.up.bias.dtype))  # which stands for tokens
 
 
 def pairs(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:

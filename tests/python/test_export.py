@@ -227,7 +227,8 @@ def test_a_model_keeps_the_dtypes_that_it_came_in(tmp_path):
     deepc.inference(empty, checkpoint=str(tmp_path))
     assert all(torch.equal(t, kept[n]) and t.dtype == kept[n].dtype for n, t in empty.state_dict().items())
     deepc.inference(model, dtype="bf16")
-    assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
+    assert torch.equal(model.angles, kept["angles"]) and model.angles.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_tables_of_a_16_bit_model_on_the_meta_device_stay_fp32(tmp_path):

@@ -16,6 +16,7 @@ import torch
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
+from ..core.foreign.buffers import mixing_is_told
 from ..errors import (
     AbortedError,
     ArgumentError,
@@ -83,7 +84,7 @@ class Engine(EngineBase):
                 self._death_is_told(),
                 self._disk_is_told(),
                 self._regions_are_left(),
-                self._buffers_are_told(),
+                self._mixing_is_told(),
                 self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
@@ -201,13 +202,8 @@ class Engine(EngineBase):
                 break_off(self.module)
             raise
 
-    @contextlib.contextmanager
-    def _buffers_are_told(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as exc:
-            assembly.note_buffers(self, exc)
-            raise
+    def _mixing_is_told(self) -> contextlib.AbstractContextManager[None]:
+        return mixing_is_told(self.module, self.dtype, '"data_types": {{"buffer_dtype": "{}"}}')
 
     @contextlib.contextmanager
     def _death_is_told(self) -> Iterator[None]:

@@ -351,7 +351,7 @@ class PipelineEngine(Engine):
         try:
             with (
                 self._regions_are_left(),
-                self._buffers_are_told(),
+                self._mixing_is_told(),
                 self.activations.around(),
                 self.recomputation.around((received, read), stage),
             ):

@@ -3,12 +3,16 @@ the parameters, and which transformers' classes list to be kept in fp32."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 
 import torch
 
-from ..ops import casts, torch_dtype
+from ..ops import casts, dtype_of, name_of, torch_dtype
+
+_MIXED = re.compile(r"dtype|scalar type|type .* should be the same")  # torch's words
 
 
 def following(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -50,6 +54,25 @@ def buffer_dtypes(
             else:
                 out[id(b)] = b.dtype if asked is None else torch_dtype(asked)
     return out
+
+
+@contextlib.contextmanager
+def mixing_is_told(model: torch.nn.Module, dtype: torch.dtype, cure: str) -> Iterator[None]:
+    """torch's error of a forward that mixes dtypes says which buffer it may be, that kept its own beside parameters in
+    `dtype`. cure: what casts all of them, with the dtype's name in the place of {}."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if dtype != torch.float32 and _MIXED.search(str(exc)) and hasattr(exc, "add_note"):  # Python 3.11
+            same = {id(b) for b in following(model)}
+            own = ((n, b) for n, b in model.named_buffers() if casts(b) and b.dtype != dtype and id(b) not in same)
+            for name, b in itertools.islice(own, 1):
+                exc.add_note(
+                    f"buffers keep their dtype: {name!r} is {name_of(b.dtype)}, and what the model makes of it meets"
+                    f" parameters of {name_of(dtype)}. Cast it there (self.{name.rpartition('.')[2]}.to(x.dtype)),"
+                    f" or cast all buffers: {cure.format(dtype_of(dtype).short)}"
+                )
+        raise
 
 
 def _listed(model: torch.nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .buffers import note_buffers
 from .steps import Given, assemble, initialize
 
 if TYPE_CHECKING:
     from .steps import OptimizerLike
 
-__all__ = ["Given", "OptimizerLike", "assemble", "initialize", "note_buffers"]
+__all__ = ["Given", "OptimizerLike", "assemble", "initialize"]

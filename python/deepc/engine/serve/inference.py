@@ -23,6 +23,7 @@ import torch
 
 from ...comm import start as comm
 from ...config.tree import Config
+from ...core.foreign.buffers import buffer_dtypes, mixing_is_told
 from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
@@ -167,8 +168,6 @@ class _Builder:
                 "the model's parameters have several dtypes, which weights that are streamed have not: pass dtype="
                 f"'{str(self.dtype).removeprefix('torch.')}', which casts all of them"
             )
-        # Buffers of a model that comes in the dtype stay in theirs: it was made so (rotary frequencies in fp32).
-        self._cast_buffers = differ and not self._as_it_is
 
     def build(self) -> InferenceEngine:
         model = self.model.requires_grad_(False).eval()
@@ -222,9 +221,6 @@ class _Builder:
             if isinstance(layer, (int8.Int8Linear, int8.Int8Embedding)):
                 keep_bytes(layer.weight)
                 keep_bytes(layer.weight_scale)
-        with torch.no_grad():
-            for b in self.model.buffers() if self._cast_buffers else ():  # as in memory (_cast)
-                b.data = b.data.to(self.dtype) if casts(b) else b.data
         self._load_extra()
         config = _config(zero, self.dtype, self.device)
         engine = initialize(
@@ -275,18 +271,18 @@ class _Builder:
         stored = {n for n in meta if weights.find(n)}
         if self.strict or len(stored) < len(meta):
             self._refuse_meta([n for n in meta if n not in stored], f"{weights.path} does not have it")
-        kept = self._kept()
+        own = self._own()
         for module in self.model.modules():
             for registry in (module._parameters, module._buffers):
                 for name, t in registry.items():
                     if t is not None and t.is_meta:
-                        registry[name] = self._empty(t, kept)  # type: ignore[assignment]  # a Parameter for a Parameter
+                        registry[name] = self._empty(t, own)  # type: ignore[assignment]  # a Parameter for a Parameter
 
-    def _empty(self, t: torch.Tensor, kept: set[int]) -> torch.Tensor:
+    def _empty(self, t: torch.Tensor, own: dict[int, torch.dtype]) -> torch.Tensor:
         """Untouched memory in place of a tensor without values; the same for the same tensor."""
         made = self.__dict__.setdefault("_made", {})
         if id(t) not in made:
-            values = torch.empty(t.shape, dtype=self._dtype_of(t, kept), device="cpu")
+            values = torch.empty(t.shape, dtype=self._dtype_of(t, own), device="cpu")
             if self.zero is not None and isinstance(t, torch.nn.Parameter):
                 values = without_memory(values)
             made[id(t)] = (
@@ -296,23 +292,23 @@ class _Builder:
         value: torch.Tensor = made[id(t)][0]
         return value
 
-    def _kept(self) -> set[int]:
-        """Identities of the tensors whose dtype stays: scales of int8 layers, fp32, and buffers of a model that comes
-        in the dtype."""
+    def _own(self) -> dict[int, torch.dtype]:
+        """By identity the dtypes of the tensors that do not take the model's: scales of int8 layers, fp32, and
+        buffers, as in training."""
         layers = (m for m in self.model.modules() if isinstance(m, (int8.Int8Linear, int8.Int8Embedding)))
-        kept = {id(m.weight_scale) for m in layers}
-        return kept if self._cast_buffers else kept | {id(b) for b in self.model.buffers()}
+        scales = {id(m.weight_scale): m.weight_scale.dtype for m in layers}
+        return {**buffer_dtypes(self.model, self.dtype, None), **scales}
 
-    def _dtype_of(self, t: torch.Tensor, kept: set[int]) -> torch.dtype:
+    def _dtype_of(self, t: torch.Tensor, own: dict[int, torch.dtype]) -> torch.dtype:
         """What `t` has as a part of the model for inference."""
-        return self.dtype if casts(t) and id(t) not in kept and not self._as_it_is else t.dtype
+        return own.get(id(t), self.dtype) if casts(t) and not self._as_it_is else t.dtype
 
     @torch.no_grad()
     def _cast(self) -> None:
         """Parameters and buffers on the device, each in its dtype."""
-        kept = self._kept()
+        own = self._own()
         for t in (*self.model.parameters(), *self.model.buffers()):
-            t.data = t.data.to(device=self.device, dtype=self._dtype_of(t, kept))
+            t.data = t.data.to(device=self.device, dtype=self._dtype_of(t, own))
 
     def _share(self) -> Home:
         """Parameters move into node-shared memory; with one rank they stay."""
@@ -467,7 +463,7 @@ class InferenceEngine(Served):
     def _running(self) -> Iterator[None]:
         """Without gradients; a module that trains is in evaluation mode meanwhile."""
         if self.trainer is None:
-            with torch.no_grad():
+            with torch.no_grad(), mixing_is_told(self.module, self.dtype, "model.to(...) before deepc.inference"):
                 yield
             return
         with torch.no_grad(), evaluating(self.module), self.trainer.state.running():
