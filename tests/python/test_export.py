@@ -458,6 +458,9 @@ def test_a_failed_export_leaves_nothing_and_raises(tmp_path):
     with pytest.raises(ArgumentError, match="blocks.0.up.weight has a value that is not finite"):
         deepc.export(model, tmp_path / "out", dtype="int8")
     assert not list((tmp_path / "out").glob("*"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="can't export into .*file: File exists"):
+        deepc.export(model, tmp_path / "file")
 
 
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from ...core import dtypes
 from ...core.ops import casts, name_of, torch_dtype
-from ...errors import ArgumentError, CheckpointError, UnsupportedError
+from ...errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError
 from ...nn import int8
 
 if TYPE_CHECKING:
@@ -103,6 +103,9 @@ def export(
             _write_config(weights.module, folder, wanted)
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
+        if isinstance(exc, OSError) and not isinstance(exc, DeepcError):
+            failure = CheckpointError(f"can't export into {os.fspath(folder)}: {exc.strerror or exc}")
+            failure.__cause__ = exc
     try:
         for _ in rows:  # the other ranks' part of reading; rank 0's if writing failed, so that nobody waits
             pass
