@@ -279,8 +279,8 @@ KEYS: tuple[Key, ...] = (
         "str",
         None,
         "Dtype that floating-point buffers are cast to; null: they keep theirs (rotary frequencies and routers' biases"
-        " lose what they are for in 16 bits). Statistics of a batch norm have its weights' dtype, and buffers that a"
-        " transformers model lists to be kept in fp32 are fp32.",
+        " lose what they are for in 16 bits). Statistics of batch norms and vectors of spectral norms have their"
+        " weights' dtype, and buffers that a transformers model lists to be kept in fp32 are fp32.",
         choices=TRAINED_NAMES,
     ),
     _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
