@@ -306,7 +306,8 @@ class Positions(torch.nn.Module):
 
 
 def buffers_of(precision: str, stage: int, model: torch.nn.Module, **data_types: str) -> deepc.Engine:
-    options = {"data_types": data_types, "zero_optimization": {"stage": stage}, precision: {"enabled": True}}
+    enabled = {"enabled": True, **({"loss_scale": 64} if precision == "fp16" else {})}
+    options = {"data_types": data_types, "zero_optimization": {"stage": stage}, precision: enabled}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     return deepc.initialize(model=model, config={"train_batch_size": 2, "optimizer": sgd, **options})[0]
 

@@ -16,7 +16,7 @@ import torch
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
-from ..core.foreign.buffers import mixing_is_told
+from ..core.foreign.buffers import CAST_BUFFERS, mixing_is_told
 from ..errors import (
     AbortedError,
     ArgumentError,
@@ -84,7 +84,7 @@ class Engine(EngineBase):
                 self._death_is_told(),
                 self._disk_is_told(),
                 self._regions_are_left(),
-                self._mixing_is_told(),
+                mixing_is_told(self.module, self.dtype, CAST_BUFFERS),
                 self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
@@ -201,9 +201,6 @@ class Engine(EngineBase):
 
                 break_off(self.module)
             raise
-
-    def _mixing_is_told(self) -> contextlib.AbstractContextManager[None]:
-        return mixing_is_told(self.module, self.dtype, '"data_types": {{"buffer_dtype": "{}"}}')
 
     @contextlib.contextmanager
     def _death_is_told(self) -> Iterator[None]:

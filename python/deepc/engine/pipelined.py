@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..comm.failures import break_messages
 from ..comm.groups import lost
 from ..comm.place import node_id
+from ..core.foreign.buffers import CAST_BUFFERS, mixing_is_told
 from ..core.ops import add_up, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, MisuseError, UnsupportedError
 from ..parallel.pipeline.hops import Hops, in_words
@@ -351,7 +352,7 @@ class PipelineEngine(Engine):
         try:
             with (
                 self._regions_are_left(),
-                self._mixing_is_told(),
+                mixing_is_told(self.module, self.dtype, CAST_BUFFERS),
                 self.activations.around(),
                 self.recomputation.around((received, read), stage),
             ):

@@ -11,7 +11,7 @@ import torch
 from ...comm.start import default_device
 from ...config.source import read
 from ...core import dtypes
-from ...core.ops import torch_dtype
+from ...core.ops import casts, torch_dtype
 from ...engine.base import ModelWrapper
 from ...engine.serve.inference import inference
 from ...errors import ArgumentError, UnsupportedError
@@ -125,6 +125,8 @@ class InferenceEngine(ModelWrapper):
         dtype = config.torch_dtype()
         if dtype is not None and not config.on_disk:
             model.to(dtype)
+        for b in model.buffers() if dtype is not None and config.on_disk else ():  # as DeepSpeed, and the line above
+            b.data = b.data.to(dtype) if casts(b) else b.data
         if not config.keep_module_on_host and not config.on_disk:
             model.to(default_device())
         if config.replace_with_kernel_inject:

@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterator
 
 import torch
+from torch.nn.utils.spectral_norm import SpectralNorm as SpectralNormHook
 
 from ..ops import casts, dtype_of, name_of, torch_dtype
+from .private import BatchNorm, SpectralNorm
 
+CAST_BUFFERS = '"data_types": {{"buffer_dtype": "{}"}}'  # see mixing_is_told; of an engine
 _MIXED = re.compile(r"dtype|scalar type|type .* should be the same")  # torch's words
 
 
@@ -23,16 +26,11 @@ def following(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _following(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:
-    from torch.nn.utils.parametrizations import _SpectralNorm
-    from torch.nn.utils.spectral_norm import SpectralNorm
-
     for m in model.modules():
-        if isinstance(m, _SpectralNorm) or (
-            isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.weight is not None
-        ):
+        if isinstance(m, SpectralNorm) or (isinstance(m, BatchNorm) and m.weight is not None):
             yield from m._buffers.values()
         for hook in m._forward_pre_hooks.values():
-            if isinstance(hook, SpectralNorm):
+            if isinstance(hook, SpectralNormHook):
                 yield from (m._buffers.get(f"{hook.name}_{vector}") for vector in "uv")
 
 

@@ -161,6 +161,18 @@ NAMES = (
         "torch.compile(engine) compiles nothing where the model is a module of torch's own, such as nn.Sequential",
     ),
     Private(
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "core/foreign/buffers: batch norms of any number of dimensions, synchronized ones too",
+        "1.0",
+        "batch norms in 16 bits fail over their fp32 statistics",
+    ),
+    Private(
+        "torch.nn.utils.parametrizations._SpectralNorm",
+        "core/foreign/buffers: whose vectors have the dtype of the weight",
+        "1.9",
+        "spectral norms in 16 bits fail over their fp32 vectors",
+    ),
+    Private(
         "torch._dynamo.trace_rules.check",
         "engine/policy: whether the compiler passes over a model's forward",
         "2.1",
@@ -251,6 +263,8 @@ tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_co
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 data_of_tensor: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+SpectralNorm: Any = torch.nn.utils.parametrizations._SpectralNorm
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 no_dispatch: Any = torch._C._disabled_torch_dispatch_impl
 backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

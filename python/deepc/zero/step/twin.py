@@ -34,11 +34,13 @@ def tried(base: torch.optim.Optimizer, device: torch.device, seed: int) -> list[
     drawn = torch.Generator(device="cpu").manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # what the steps draw
         try:
-            params = [torch.nn.Parameter(torch.ones(4, 4, device=device)) for _ in base.param_groups]
+            params = [
+                torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device)) for _ in base.param_groups
+            ]
             twin = twin_over(base, [[p] for p in params])
             for _ in range(3):
                 for p in params:
-                    p.grad = torch.randn(4, 4, generator=drawn, device="cpu").to(device)
+                    p.grad = torch.randn(4, 4, dtype=torch.float32, device="cpu", generator=drawn).to(device)
                 twin.step()
         except Exception:  # whatever a class of a user's finds wrong with them
             return None
