@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from typing import BinaryIO
 _ABANDONED_S = 86400.0  # since the last write to a file of another host, whose writer can't be asked
 
 
+@functools.cache
 def boot_id() -> str:
     """Names the kernel that runs here until it is started again. Raises OSError."""
     with open("/proc/sys/kernel/random/boot_id") as f:

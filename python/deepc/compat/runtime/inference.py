@@ -125,8 +125,9 @@ class InferenceEngine(ModelWrapper):
         dtype = config.torch_dtype()
         if dtype is not None and not config.on_disk:
             model.to(dtype)
-        for b in model.buffers() if dtype is not None and config.on_disk else ():  # as DeepSpeed, and the line above
-            b.data = b.data.to(dtype) if casts(b) else b.data
+        elif dtype is not None:  # parameters are cast on their way there
+            for b in filter(casts, model.buffers()):
+                b.data = b.data.to(dtype)
         if not config.keep_module_on_host and not config.on_disk:
             model.to(default_device())
         if config.replace_with_kernel_inject:

@@ -4,7 +4,6 @@ the parameters, and which transformers' classes list to be kept in fp32."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -41,16 +40,15 @@ def buffer_dtypes(
     `asked` by data_types.buffer_dtype. follow: of those that follow the parameters; None: `dtype`."""
     same, listed = {id(b) for b in following(model)}, _listed(model, dtype)
     out = {}
-    for prefix, module in model.named_modules():
-        for name, b in module._buffers.items():
-            if b is None or not casts(b):
-                continue
-            if id(b) in same:
-                out[id(b)] = follow or dtype
-            elif listed is not None and listed.search(f"{prefix}.{name}" if prefix else name):
-                out[id(b)] = torch.float32
-            else:
-                out[id(b)] = b.dtype if asked is None else torch_dtype(asked)
+    for name, b in model.named_buffers():
+        if not casts(b):
+            continue
+        if id(b) in same:
+            out[id(b)] = follow or dtype
+        elif listed is not None and listed.search(name):
+            out[id(b)] = torch.float32
+        else:
+            out[id(b)] = b.dtype if asked is None else torch_dtype(asked)
     return out
 
 
@@ -64,7 +62,8 @@ def mixing_is_told(model: torch.nn.Module, dtype: torch.dtype, cure: str) -> Ite
         if dtype != torch.float32 and _MIXED.search(str(exc)) and hasattr(exc, "add_note"):  # Python 3.11
             same = {id(b) for b in following(model)}
             own = ((n, b) for n, b in model.named_buffers() if casts(b) and b.dtype != dtype and id(b) not in same)
-            for name, b in itertools.islice(own, 1):
+            if (found := next(own, None)) is not None:
+                name, b = found
                 exc.add_note(
                     f"buffers keep their dtype: {name!r} is {name_of(b.dtype)}, and what the model makes of it meets"
                     f" parameters of {name_of(dtype)}. Cast it there (self.{name.rpartition('.')[2]}.to(x.dtype)),"

@@ -16,7 +16,7 @@ def place_buffers(engine: EngineBase) -> None:
     `following` for those that cannot. Collective."""
     asked = engine._config.data_types.buffer_dtype
     wanted = buffer_dtypes(engine.module, engine.dtype, asked, engine.step_policy.buffer_dtype)
-    for b in (b for m in engine.module.modules() for b in m._buffers.values() if b is not None):
+    for b in engine.module.buffers():
         b.data = b.data.to(device=engine.device, dtype=wanted.get(id(b), b.dtype))
     if engine.group.world > 1:
         for _, b in engine.module.named_buffers():
