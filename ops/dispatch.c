@@ -40,10 +40,26 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
 #endif
 #endif
 };
+#if defined(DEEPC_X86_BODIES) && DEEPC_X86_BODIES > 2
+/* AVX512-BF16 whose VDPBF16PS makes half as many products a cycle as VFMADD does: Intel's (docs/lab/kernels.md). What
+ * multiplies matrices goes by floats. */
+#define DC_OP(name, params) void dc__##name##_avx512_bf16 params;
+#define DC_OP_TILES(name, params) void dc__##name##_avx512 params;
+#include "ops.def"
+#undef DC_OP
+static const dc__ops dispatch_floats = {
+#define DC_OP(name, params) .name = dc__##name##_avx512_bf16,
+#define DC_OP_TILES(name, params) .name = dc__##name##_avx512,
+#include "ops.def"
+#undef DC_OP
+};
+#endif
 static int dispatch_have[DC_ISA_COUNT];
 static int dispatch_left_out = -1;
+static int dispatch_slow_pairs; /* this processor is such a one */
 static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
+static _Atomic int dispatch_named; /* by DEEPC_ISA or dc_isa_force: then it is that set and no mixture */
 int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
 
 static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
@@ -77,7 +93,9 @@ static void dispatch_isa_detect_x86(void) {
   unsigned a, b, c, d;
   /* AuthenticAMD, HygonGenuine. Zen 4's own prefetchers are good: what a far one fetches beside them takes their room.
    */
-  if (__get_cpuid(0, &a, &b, &c, &d) && (c == signature_AMD_ecx || c == 0x656e6975)) dc__prefetch_ahead = 128;
+  if (!__get_cpuid(0, &a, &b, &c, &d)) return;
+  if (c == signature_AMD_ecx || c == 0x656e6975) dc__prefetch_ahead = 128;
+  dispatch_slow_pairs = c == signature_INTEL_ecx;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return;
   const unsigned need = FMA | OSXSAVE | AVX | F16C;
   if ((c & need) != need) return;
@@ -148,6 +166,7 @@ int dc_isa_current(int *isa) {
     const char *value = getenv("DEEPC_ISA");
     if (value && value[0]) {
       DC_TRY(dispatch_isa_from_env(value, &now));
+      atomic_store_explicit(&dispatch_named, 1, memory_order_relaxed);
     } else {
       for (now = DC_ISA_COUNT - 1; !dc_isa_available(now);) now--;
     }
@@ -159,9 +178,15 @@ int dc_isa_current(int *isa) {
 
 int dc_isa_force(int isa) {
   char names[64];
+  if (isa == DC_ISA_BEST) {
+    atomic_store_explicit(&dispatch_named, 0, memory_order_relaxed);
+    atomic_store_explicit(&dispatch_isa, -1, memory_order_release);
+    return DC_OK;
+  }
   if (!dc_isa_available(isa))
     return DC_FAIL(DC_E_UNSUPPORTED, "instruction set %d (%s) cannot run here; available: %s", isa, dc_isa_name(isa),
                    dispatch_isa_available_names(names, sizeof names));
+  atomic_store_explicit(&dispatch_named, 1, memory_order_relaxed);
   atomic_store_explicit(&dispatch_isa, isa, memory_order_release);
   return DC_OK;
 }
@@ -170,6 +195,10 @@ int dc__ops_table(const dc__ops **ops) {
   int isa;
   DC_TRY(dc_isa_current(&isa));
   *ops = dispatch_table[isa];
+#if defined(DEEPC_X86_BODIES) && DEEPC_X86_BODIES > 2
+  if (isa == DC_ISA_AVX512_BF16 && dispatch_slow_pairs && !atomic_load_explicit(&dispatch_named, memory_order_relaxed))
+    *ops = &dispatch_floats;
+#endif
   return DC_OK;
 }
 

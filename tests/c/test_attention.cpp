@@ -58,6 +58,27 @@ TEST_F(Attention, EqualsReference) {
   }
 }
 
+// Intel's processors make half as many products with VDPBF16PS as with VFMADD: unless a set is named, and without AMX,
+// bf16 goes by floats there, and has the bits of every set below.
+TEST_F(Attention, BestIsFloatsWherePairsAreSlow) {
+  if (!dc_isa_available(DC_ISA_AVX512_BF16) || dc_isa_available(DC_ISA_AMX_BF16) || getenv("DEEPC_ISA"))
+    GTEST_SKIP() << "this processor has no AVX512-BF16, or has AMX, or DEEPC_ISA is set";
+  const Case c = {DC_BF16, 1, 2, 1, 70, 90, 64, true, 0, false};
+  std::map<int, std::vector<std::vector<uint8_t>>> out, grads;
+  for (int isa : {DC_ISA_AVX512, DC_ISA_AVX512_BF16, DC_ISA_BEST}) {
+    ASSERT_EQ(dc_isa_force(isa), DC_OK);
+    out[isa] = run_once(arrays_of(c), kAtStart, [&](auto &p) { return forward(c, p); });
+    grads[isa] = run_once(grad_arrays_of(c, out[DC_ISA_AVX512]), kAtStart, [&](auto &p) { return backward(c, p); });
+    int now = -1;
+    ASSERT_EQ(dc_isa_current(&now), DC_OK);
+    EXPECT_EQ(now, isa == DC_ISA_BEST ? DC_ISA_AVX512_BF16 : isa);
+  }
+  const int as = __builtin_cpu_is("intel") ? DC_ISA_AVX512 : DC_ISA_AVX512_BF16;
+  EXPECT_NE(out[DC_ISA_AVX512], out[DC_ISA_AVX512_BF16]) << "the case must tell them apart";
+  EXPECT_EQ(out[DC_ISA_BEST], out[as]);
+  EXPECT_EQ(grads[DC_ISA_BEST], grads[as]);
+}
+
 // ---- the definition, in double -----------------------------------------------------------------------------------
 TEST_F(Attention, IsItsDefinition) {
   for (int dt : kLow) {

@@ -1,4 +1,4 @@
-"""16-bit products on a CPU without the arithmetic: the fp32 path's values, its reach, and that fp32 is left alone."""
+"""16-bit products on a CPU where fp32's are faster: the fp32 path's values, its reach, and that fp32 is left alone."""
 
 from __future__ import annotations
 
@@ -66,3 +66,57 @@ def test_products_without_16_bit_arithmetic(dtype):
     assert got["f32_calls"] == 0 and got["f32"] < 1e-4, "fp32 products are torch's own, in fp32"
     assert got["used"] >= 4, "forward and backward must take the fp32 path"
     assert got["worst"] <= (2**-7 if dtype == "bfloat16" else 2**-10)
+
+
+PANELS = """
+import torch
+import deepc
+from deepc.nn import matmul
+matmul.install(torch.bfloat16)
+torch.manual_seed(0)
+def random(*shape_and_columns):
+    *shape, by_columns = shape_and_columns
+    x = torch.randn(*shape).bfloat16()
+    return x.mT.contiguous().mT if by_columns else x
+def check(got, want):
+    assert got.dtype == torch.bfloat16 and got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=2**-7)  # rounded once; panels' sums stay in fp32
+def products(m, k, n, b, by_columns):
+    x, y, c = random(m, k, by_columns), random(k, n, not by_columns), random(m, n, False)
+    check(torch.mm(x, y), x.double() @ y.double())
+    check(torch.addmm(c, x, y, beta=0.5, alpha=-2), 0.5 * c.double() - 2 * (x.double() @ y.double()))
+    check(torch.addmm(c[0], x, y), c[0].double() + x.double() @ y.double())
+    check(c.clone().addmm_(x, y), c.double() + x.double() @ y.double())
+    wide = torch.zeros(m, n + 3, dtype=torch.bfloat16)
+    torch.mm(x, y, out=wide[:, :n])
+    check(wide[:, :n], x.double() @ y.double())
+    assert not wide[:, n:].any()
+    x, y, c = random(b, m, k, by_columns), random(b, k, n, by_columns), random(b, m, n, False)
+    check(torch.bmm(x, y), x.double() @ y.double())
+    check(torch.baddbmm(c, x, y, beta=0.5), 0.5 * c.double() + x.double() @ y.double())
+    return 7
+matmul._least[torch.bfloat16] = 0
+for panel in (matmul.PANEL, 1000, 64):
+    matmul.PANEL, before = panel, matmul.calls
+    shapes = (9, 13, 21, 3), (1, 40, 7, 1), (30, 2, 3, 4)
+    wanted = sum(products(*shape, by_columns) for shape in shapes for by_columns in (False, True))
+    assert matmul.calls - before == wanted, panel
+matmul._least[torch.bfloat16], before = matmul.PAYS, matmul.calls
+small, large = torch.randn(4, 64).bfloat16(), torch.randn(256, 256).bfloat16()
+small @ large[:64], large @ large, torch.mm(small, large[:64])
+assert matmul.calls - before == 1, "a small product does not pay for widening its operands"
+for f, x, y in ((torch.mm, small, small), (torch.bmm, large[None], large.expand(2, 256, 256)),
+                (torch.mm, large[None], large[None])):
+    try:
+        f(x, y)
+    except RuntimeError as exc:
+        assert "cannot be multiplied" in str(exc) or "batch2" in str(exc) or "must be a matrix" in str(exc), exc
+    else:
+        raise AssertionError("shapes that don't fit")
+print("fine")
+"""
+
+
+def test_products_by_panels_are_rounded_once_and_small_ones_stay():
+    run = subprocess.run([sys.executable, "-c", PANELS], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.endswith("fine\n"), run.stderr

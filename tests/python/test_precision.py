@@ -260,12 +260,29 @@ def test_arithmetic_rules(dtype, flags, machine, limit, has):
     assert why.startswith("the processor has")
 
 
+@pytest.mark.parametrize(
+    ("flags", "limit", "vendor", "pays"),
+    [
+        ("avx512f avx512_bf16", "ALL", "GenuineIntel", False),
+        ("avx512f avx512_bf16", "ALL", "AuthenticAMD", True),
+        ("avx512f avx512_bf16 amx_bf16", "ALL", "GenuineIntel", True),
+        ("avx512f avx512_bf16 amx_bf16", "AVX512_CORE_FP16", "GenuineIntel", False),
+        ("avx512f", "ALL", "GenuineIntel", False),
+    ],
+)
+def test_intels_pairs_without_tiles_do_not_pay(flags, limit, vendor, pays):
+    got, why = cpu._arithmetic("bf16", frozenset(flags.split()), "x86_64", limit, vendor)
+    assert got is pays, why
+
+
 def test_arithmetic_here_agrees_with_the_kernel_and_the_limit(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     flags = precision.cpu_flags()
     if not flags:
         pytest.skip("this machine shows no CPU flags")
-    assert precision.bf16_arithmetic()[0] == bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    fast = {"amx_bf16", "bf16"} if cpu.cpu_vendor() == "GenuineIntel" else {"avx512_bf16", "amx_bf16", "bf16"}
+    assert precision.bf16_arithmetic()[0] == bool(flags & fast)
+    assert cpu.has_instructions("bf16") == bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
     assert precision.fp16_arithmetic()[0] == bool(flags & {"avx512_fp16", "amx_fp16", "asimdhp"})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     if not flags & {"bf16", "asimdhp"}:
@@ -280,8 +297,10 @@ def test_cpu_flags_reads_both_spellings(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nflags\t\t: other\n")
     assert precision.cpu_flags(str(file)) == {"fpu", "avx2"}
-    file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    assert cpu.cpu_vendor(str(file)) == ""
+    file.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nFeatures\t: fp asimd bf16\n")
     assert precision.cpu_flags(str(file)) == {"fp", "asimd", "bf16"}
+    assert cpu.cpu_vendor(str(file)) == "GenuineIntel" and cpu.cpu_vendor(str(tmp_path / "none")) == ""
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ _X86 = {
     "fp16": (("avx512_fp16", "AVX512_CORE_FP16"), ("amx_fp16", "AVX512_CORE_AMX_FP16")),
 }
 _ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
+_SLOW_PAIRS = (
+    "GenuineIntel",
+    "avx512_bf16",
+)  # VDPBF16PS: half as many products a cycle as VFMADD (docs/lab/kernels.md)
 
 
 def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
@@ -62,8 +66,17 @@ def left_out() -> str:
 LEFT_OUT_FIX = "build it here (make build), or with DEEPC_NATIVE=OFF for all processors; a wheel has all"
 
 
-def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str) -> tuple[bool, str]:
-    """Pure part of *_arithmetic(): (has it, why)."""
+def cpu_vendor(path: str = "/proc/cpuinfo") -> str:
+    """ "GenuineIntel", "AuthenticAMD", ...; empty where the kernel does not say."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as f:
+            return next((line.partition(":")[2].strip() for line in f if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""
+
+
+def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str, vendor: str = "") -> tuple[bool, str]:
+    """Pure part of *_arithmetic(): (whether it pays, why)."""
     if machine.lower() in ("aarch64", "arm64"):
         found = [f for f in _ARM[dtype] if f in flags]
         return bool(found), (
@@ -77,12 +90,17 @@ def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str) -> 
     usable = [f for f, need in rows if f in flags and level >= _ONEDNN_LEVELS.index(need)]
     if not usable:
         return False, f"the processor has {', '.join(found)}, but ONEDNN_MAX_CPU_ISA={limit} forbids it"
+    if (vendor, *usable) == _SLOW_PAIRS:
+        return False, f"the processor has {usable[0]} without AMX, which on {vendor} is slower than fp32"
     return True, f"the processor has {', '.join(usable)}"
 
 
+def _limit() -> str:
+    return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
+
+
 def _here(dtype: str) -> tuple[bool, str]:
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
-    return _arithmetic(dtype, _flags_here(), platform.machine(), limit)
+    return _arithmetic(dtype, _flags_here(), platform.machine(), _limit(), _vendor_here())
 
 
 @functools.cache
@@ -90,9 +108,20 @@ def _flags_here() -> frozenset[str]:
     return cpu_flags()
 
 
+@functools.cache
+def _vendor_here() -> str:
+    return cpu_vendor()
+
+
+def has_instructions(dtype: str) -> bool:
+    """Whether products in "bf16" or "fp16" have instructions of this CPU at all, be they slower than fp32's."""
+    return _arithmetic(dtype, _flags_here(), platform.machine(), _limit())[0]
+
+
 def bf16_arithmetic() -> tuple[bool, str]:
-    """(whether matrix products in bf16 run on instructions of this CPU, the reason in words). Without them torch's
-    product is emulated or runs its reference loop, up to 100 times slower than fp32: take compute_path() instead."""
+    """(whether matrix products in bf16 are best left to instructions of this CPU, the reason in words). Without them
+    torch's product is emulated or runs its reference loop, up to 100 times slower than fp32, and Intel's without AMX
+    take 1.7 times as long as fp32's: take compute_path() instead."""
     return _here("bf16")
 
 

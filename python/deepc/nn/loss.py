@@ -213,7 +213,7 @@ def _run(
     are of weight_dtype."""
     n, classes = hidden.shape[0], weight.shape[0]
     # This machine has no arithmetic in that dtype.
-    wide = hidden.device.type == "cpu" and hidden.dtype in matmul.installed()
+    wide = hidden.device.type == "cpu" and matmul.emulated(hidden.dtype)
     dtype = torch.float32 if wide else hidden.dtype
     matrix = weight.to(dtype)
     extra = None if bias is None else bias.to(dtype)

@@ -1,10 +1,12 @@
-"""16-bit matrix products on a CPU without 16-bit arithmetic.
+"""16-bit matrix products on a CPU where fp32's are faster.
 
-There, torch falls to a reference loop (measured on one AVX-512 thread limited to AVX2: bf16 2.1, fp16 2.4 GFLOP/s
-beside fp32's 131; with AVX-512 but no AVX512-BF16: bf16 34). `install(dtype)` overrides aten's mm, addmm, bmm and
-baddbmm for that dtype on the CPU key: operands are widened to fp32 by panels of rows, multiplied by the fp32 GEMM, and
-the result is rounded once. Every other dtype goes to torch's own kernel. Below autograd, so forward, backward,
-attention's products and torch.compile's extern calls all take it. Process-wide; installed once.
+Without the arithmetic torch falls to a reference loop (measured on one AVX-512 thread limited to AVX2: bf16 2.1, fp16
+2.4 GFLOP/s beside fp32's 131; with AVX-512 but no AVX512-BF16: bf16 34); with AVX512-BF16 and no AMX, Intel's bf16 runs
+at 0.5 to 0.6 of fp32. `install(dtype)` overrides aten's mm, addmm, bmm and baddbmm for that dtype on the CPU key:
+operands are widened to fp32 panel by panel, multiplied by the fp32 GEMM, summed in fp32, and the result is rounded
+once. Every other dtype goes to torch's own kernel, and so do products that are too small to pay for the widening, where
+there are instructions. Below autograd, so forward, backward, attention's products and torch.compile's extern calls all
+take it. Process-wide; installed once.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ from typing import Any, cast
 
 import torch
 
+from ..core import cpu
 from ..core.foreign import patches
+from ..core.ops import dtype_of
 
-PANEL_ROWS = 4096  # bounds the fp32 copies of the left operand and of the result
+PANEL = 4 << 20  # elements, of each fp32 copy: of either operand and of the result
+_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
+PAYS = 40  # multiplications for each number that is widened or rounded, from which on fp32 beats slow instructions
 
 _library: torch.library.Library | None = None
-_dtypes: set[torch.dtype] = set()
+_least: dict[torch.dtype, int] = {}  # of each dtype that takes the path, such multiplications
 calls = 0  # products that took the path; for tests
 
 
 def install(dtype: torch.dtype) -> None:
     """Routes CPU matrix products of `dtype` (bfloat16 or float16) through fp32."""
     global _library
-    _dtypes.add(dtype)
+    _least[dtype] = PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
     if _library is not None:
         return
     patches.applied("matmul")
@@ -36,77 +42,138 @@ def install(dtype: torch.dtype) -> None:
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
         for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
             _override(name, impl)
-            _override_out(name)
+            _override_out(name, impl)
+        for name, impl in (("addmm_", _addmm), ("baddbmm_", _baddbmm)):
+            _override_in_place(name, impl)
 
 
 def installed() -> tuple[torch.dtype, ...]:
     """The dtypes that take the path."""
-    return tuple(sorted(_dtypes, key=str))
+    return tuple(sorted(_least, key=str))
 
 
-def _takes(operands: tuple[torch.Tensor, ...]) -> bool:
-    """Not of mixed dtypes, which are torch's error."""
-    dtype = operands[-1].dtype
-    return dtype in _dtypes and all(t.dtype == dtype for t in operands)
+def emulated(dtype: torch.dtype) -> bool:
+    """Whether that is all products of the dtype, because this CPU has no arithmetic for them."""
+    return _least.get(dtype) == 0
 
 
-def _override(name: str, impl: Callable[..., torch.Tensor]) -> None:
-    original = torch.library.get_kernel(f"aten::{name}", "CPU")
+def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
+    """Not of mixed dtypes, nor of shapes that don't fit, which are torch's errors."""
+    a, b = operands[-2:]
+    least = _least.get(b.dtype)
+    if least is None or any(t.dtype != b.dtype for t in operands):
+        return False
+    if a.dim() != dims or b.dim() != dims or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        return False
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    return m * k * n >= least * (m * k + k * n + m * n)
+
+
+def _override(name: str, impl: Callable[..., None]) -> None:
+    original, dims = torch.library.get_kernel(f"aten::{name}", "CPU"), _DIMS[name]
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if _takes(args):
+        if _takes(args, dims):
             global calls
             calls += 1
-            return impl(*args, **kwargs)
+            a, b = args[-2:]
+            out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device=a.device)
+            impl(out, *args, **kwargs)
+            return out
         return original.call_boxed(keys, *args, **kwargs)
 
     cast(torch.library.Library, _library).impl(name, kernel, "CPU", with_keyset=True)
 
 
-def _override_out(name: str) -> None:
-    original = torch.library.get_kernel(f"aten::{name}.out", "CPU")
-    impls: dict[str, Callable[..., torch.Tensor]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}
-    impl = impls[name]
+def _override_out(name: str, impl: Callable[..., None]) -> None:
+    original, dims = torch.library.get_kernel(f"aten::{name}.out", "CPU"), _DIMS[name]
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-        if _takes(args):
+        if _takes((out, *args), dims):
             global calls
             calls += 1
-            result = impl(*args, **kwargs)
-            out.resize_(result.shape).copy_(result)
+            a, b = args[-2:]
+            impl(out.resize_((*a.shape[:-1], b.shape[-1])), *args, **kwargs)
             return out
         return original.call_boxed(keys, *args, out=out, **kwargs)
 
     cast(torch.library.Library, _library).impl(f"{name}.out", kernel, "CPU", with_keyset=True)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    wide = b.float()
-    if a.shape[0] <= PANEL_ROWS:
-        return (a.float() @ wide).to(a.dtype)
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    for i in range(0, a.shape[0], PANEL_ROWS):
-        out[i : i + PANEL_ROWS].copy_(a[i : i + PANEL_ROWS].float() @ wide)
-    return out
+def _override_in_place(name: str, impl: Callable[..., None]) -> None:
+    original, dims = torch.library.get_kernel(f"aten::{name}", "CPU"), _DIMS[name[:-1]]
+
+    def kernel(keys: Any, c: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        a, b = args
+        if _takes((c, a, b), dims) and c.shape == (*a.shape[:-1], b.shape[-1]):
+            global calls
+            calls += 1
+            impl(c, c, a, b, **kwargs)
+            return c
+        return original.call_boxed(keys, c, *args, **kwargs)
+
+    cast(torch.library.Library, _library).impl(name, kernel, "CPU", with_keyset=True)
 
 
-def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    wide = b.float()
-    bias = c.float()
-    if a.shape[0] <= PANEL_ROWS:
-        return torch.addmm(bias, a.float(), wide, beta=beta, alpha=alpha).to(a.dtype)
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    bias = bias.expand(a.shape[0], b.shape[1])
-    for i in range(0, a.shape[0], PANEL_ROWS):
-        out[i : i + PANEL_ROWS].copy_(
-            torch.addmm(bias[i : i + PANEL_ROWS], a[i : i + PANEL_ROWS].float(), wide, beta=beta, alpha=alpha)
-        )
-    return out
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """[..., m, k] in fp32, laid out as it is by rows or by columns."""
+    return x.mT.float().mT if x.stride(-2) == 1 else x.float()
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(a.float(), b.float()).to(a.dtype)
+def _into(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, beta: float, alpha: float
+) -> None:
+    """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as PANEL lets
+    them be, and the sums of one are complete before the next."""
+    (m, k), n = a.shape, b.shape[1]
+    side = int(PANEL**0.5)
+    rows = min(m, max(side, PANEL // max(1, min(k, side), min(n, side)))) or 1
+    columns = min(n, max(side, PANEL // max(1, min(k, side), min(m, side)))) or 1
+    depth = min(k, PANEL // max(rows, columns)) or 1
+    for i in range(0, m, rows):
+        for j in range(0, n, columns):
+            part = slice(i, i + rows), slice(j, j + columns)
+            if c is None or beta == 0:
+                sums = (torch.empty if k else torch.zeros)(out[part].shape, dtype=torch.float32, device=out.device)
+            else:
+                sums = c[part].float()
+            for d in range(0, k, depth):
+                x, y = _wide(a[part[0], d : d + depth]), _wide(b[d : d + depth, part[1]])
+                sums.addmm_(x, y, beta=beta if d == 0 else 1, alpha=alpha)
+            out[part] = sums if k else sums.mul_(beta)
 
 
-def _baddbmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    return torch.baddbmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+def _mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    _into(out, a, b, None, 0, 1)
+
+
+def _addmm(
+    out: torch.Tensor, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    _into(out, a, b, c.expand(out.shape), beta, alpha)
+
+
+def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many of the products [m, k] x [k, n] have copies of at most PANEL elements."""
+    return PANEL // max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1] * b.shape[2])
+
+
+def _bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    step = _batches(a, b)
+    for i in range(0, len(a), max(1, step)):
+        if step:
+            out[i : i + step] = torch.bmm(_wide(a[i : i + step]), _wide(b[i : i + step]))
+        else:
+            _into(out[i], a[i], b[i], None, 0, 1)
+
+
+def _baddbmm(
+    out: torch.Tensor, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    c, step = c.expand(out.shape), _batches(a, b)
+    for i in range(0, len(a), max(1, step)):
+        part = slice(i, i + step)
+        if step:
+            out[part] = torch.baddbmm(c[part].float(), _wide(a[part]), _wide(b[part]), beta=beta, alpha=alpha)
+        else:
+            _into(out[i], a[i], b[i], c[i], beta, alpha)

@@ -560,7 +560,7 @@ def check_disk(engine: EngineBase) -> None:
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_matmul(engine: EngineBase) -> None:
-    """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
+    """16-bit training on a CPU without the arithmetic, or where it is slow: products go through fp32."""
     if engine.device.type != "cpu" or engine.dtype == torch.float32:
         return
     native, why = (precision.bf16_arithmetic if engine.dtype == torch.bfloat16 else precision.fp16_arithmetic)()
@@ -570,8 +570,7 @@ def choose_matmul(engine: EngineBase) -> None:
         matmul.install(engine.dtype)
         say(
             engine,
-            f"this CPU has no {str(engine.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are"
-            " computed in fp32 and rounded",
+            f"matrix products in {str(engine.dtype).removeprefix('torch.')} are computed in fp32 and rounded ({why})",
         )
 
 

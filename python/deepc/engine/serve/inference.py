@@ -425,7 +425,7 @@ def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
-    """16-bit products on a CPU without the arithmetic go through fp32, as in training."""
+    """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32, as in training."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return
     native, _ = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()
