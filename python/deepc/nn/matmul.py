@@ -123,8 +123,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _into(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as PANEL lets
-    them be, and the sums of one are complete before the next."""
+    """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as
+    PANEL lets them be, and the sums of one are complete before the next."""
     (m, k), n = a.shape, b.shape[1]
     side = int(PANEL**0.5)
     rows = min(m, max(side, PANEL // max(1, min(k, side), min(n, side)))) or 1
