@@ -182,6 +182,20 @@ def test_backward_twice_and_no_second_derivative():
         torch.autograd.grad(loss, hidden, grad_outputs=torch.ones((), requires_grad=True), create_graph=True)
 
 
+def test_gradients_of_a_graph_that_is_kept_are_nobodys_memory():
+    """A .grad that is zeroed or added to in place would change what the next backward brings."""
+    hidden, weight, labels, _ = subject()
+    loss = deepc.linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels)
+    loss.backward(retain_graph=True)
+    once = hidden.grad.clone(), weight.grad.clone()
+    for t in (hidden, weight):
+        t.grad.zero_()
+    (2.0 * loss).backward(retain_graph=True)
+    loss.backward()
+    for t, g in zip((hidden, weight), once):
+        torch.testing.assert_close(t.grad, 3 * g)
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "sum"}, {"reduction": "none"}])
 def test_a_gradient_penalty_is_refused(options):
     """The gradient of a plain loss as a term of another: without an error it would be a constant to the weight."""

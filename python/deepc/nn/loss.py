@@ -497,10 +497,10 @@ def _scaled(ctx: Any, grad: Tensor) -> list[Tensor]:
     if torch.compiler.is_compiling() or not _plain(scale):
         return [(g * scale).to(ctx.dtype) for g in grads]
     value = scale.item()
+    if private.backward_keeps_graph():  # they are needed again: what a .grad becomes is not their memory
+        return [(g * value).to(ctx.dtype) for g in grads]
     if value == 1.0:
         return [g.to(ctx.dtype) for g in grads]
-    if private.backward_keeps_graph():  # they are needed again
-        return [(g * value).to(ctx.dtype) for g in grads]
     return [g.mul_(value).to(ctx.dtype) for g in grads]
 
 
