@@ -317,6 +317,48 @@ def test_what_needs_logits_gets_them():
     torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
 
 
+class _Adapted(nn.Module):
+    """A layer around another one, as peft's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x, *args, **kwargs):
+        return self.base_layer(x, *args, **kwargs) + self.more(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.resize_token_embeddings(VOCAB + 5),
+        lambda model: setattr(model, "lm_head", _Adapted(model.lm_head)),
+    ],
+    ids=["resized", "adapted"],
+)
+def test_a_head_that_comes_later_gives_its_logits(change):
+    model, inputs = make("llama")
+    plain = copy.deepcopy(model)
+    deepc.fuse(model)
+    for one in (plain, model):
+        torch.manual_seed(7)
+        change(one)
+    (got, grads), (want, wanted) = loss_and_grads(model, inputs), loss_and_grads(plain, inputs)
+    torch.testing.assert_close([got.loss, got.logits], [want.loss, want.logits], rtol=1e-5, atol=1e-5)
+    assert_same(grads, wanted)
+
+
+def test_what_two_calls_have_replaced_is_undone_one_by_one():
+    model, _ = make("llama")
+    attention = model.model.layers[0].self_attn
+    for first in (0, 1):
+        calls = [deepc.fuse(model, kind) for kind in ("rotary", "attention")]
+        calls[first].undo()
+        assert attention._deepc_kinds == (("attention",), ("rotary",))[first]
+        calls[1 - first].undo()
+        assert type(attention) is transformers.models.llama.modeling_llama.LlamaAttention
+
+
 def test_what_a_fused_module_adds_hides_nothing_of_the_module():
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -461,6 +503,14 @@ def test_a_norm_of_another_dtype_keeps_the_dtype_of_its_result():
     want = norm(x)
     deepc.fuse(model)
     assert torch.equal(norm(x), want) and want.dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_without_a_weight_refuses_other_widths(norm):
+    model = nn.Sequential(norm(4, eps=1e-5, elementwise_affine=False))
+    deepc.fuse(model)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        model(torch.randn(2, 3))
 
 
 def test_refuses_what_it_does_not_know():

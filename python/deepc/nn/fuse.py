@@ -46,7 +46,7 @@ class FuseSummary:
     replaced: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in KINDS})
     already: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
-    _modules: list[nn.Module] = field(default_factory=list, repr=False)
+    _modules: list[tuple[nn.Module, list[str]]] = field(default_factory=list, repr=False)  # and what of it is replaced
 
     @property
     def total(self) -> int:
@@ -55,9 +55,12 @@ class FuseSummary:
     def undo(self) -> None:
         """What this call replaced runs the modules' own code again."""
         while self._modules:
-            module = self._modules.pop()
+            module, kinds = self._modules.pop()
             if isinstance(module, _Fused):
-                cast(Any, module).__class__ = module._deepc_made_of[0]
+                original, mixin = module._deepc_made_of
+                left = [k for k in mixin._deepc_kinds if k not in kinds]  # another call's
+                other = _Rotary if left == ["rotary"] else _Attention
+                cast(Any, module).__class__ = _fused_class(original, other) if left else original
 
     def __str__(self) -> str:
         counts = ", ".join(f"{kind} {len(names)}" for kind, names in self.replaced.items() if names) or "nothing new"
@@ -135,8 +138,10 @@ def _fuse_module(name: str, module: nn.Module, kinds: tuple[str, ...], summary: 
     if isinstance(module, _Fused):
         cast(Any, module).__class__ = module._deepc_made_of[0]
     both = len(found) + len(fused) > 1  # of the two kinds that one module can have
-    summary._modules += (_RotaryAttention if both else found[0][1])._deepc_apply(module)
-    for kind, _ in found:
+    kinds_here = [kind for kind, _ in found]
+    made = (_RotaryAttention if both else found[0][1])._deepc_apply(module)
+    summary._modules += [(m, kinds_here) for m in made]
+    for kind in kinds_here:
         summary.replaced[kind].append(name)
 
 
@@ -216,6 +221,11 @@ def _takes(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
     return x.dtype in _DTYPES and x.device.type in ("cpu", "cuda") and (weight is None or weight.dtype == x.dtype)
 
 
+def _fits(norm: Any, x: torch.Tensor) -> bool:
+    """Whether x has the norm's last dimension, or the operator will say that it has not, by the weight's size."""
+    return norm.weight is not None or x.shape[-1:] == norm.normalized_shape
+
+
 class _RMSNorm(_Fused):
     _deepc_kinds = ("norm",)
 
@@ -233,7 +243,8 @@ class _RMSNorm(_Fused):
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         if eps is None and hidden_states.dtype == torch.float32:
             eps = torch.finfo(torch.float32).eps
-        if eps is None or not _takes(hidden_states, self.weight):  # for 16 bits torch's own depends on its version
+        takes = _takes(hidden_states, self.weight) and _fits(self, hidden_states)
+        if eps is None or not takes:  # for 16 bits torch's own depends on its version
             plain: torch.Tensor = super().forward(hidden_states)
             return plain
         return ops.rms_norm(hidden_states, self.weight, eps)
@@ -255,7 +266,7 @@ class _LayerNorm(_Fused):
     def forward(self, input: torch.Tensor) -> Any:
         return (
             ops.layer_norm(input, self.weight, self.bias, self.eps)
-            if _takes(input, self.weight)
+            if _takes(input, self.weight) and _fits(self, input)
             else super().forward(input)
         )
 
@@ -539,7 +550,10 @@ class _LanguageModel(_Fused):
         labels = kwargs.get("labels")
         if labels is None or not self.training or hasattr(self, "_loss_function"):
             return False
-        if getattr(self.get_submodule(self._deepc_head), "weight", labels).dtype == torch.float64:
+        head = self.get_submodule(self._deepc_head)
+        if not isinstance(head, _Head):  # another has come since: an adapter's, one for a larger vocabulary
+            return False
+        if head.weight.dtype == torch.float64:
             return False  # the op has no such numbers
         keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict")
         return isinstance(keep, int) and keep == 0 and bool(self.config.return_dict if named is None else named)
