@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import deepc
@@ -143,6 +144,8 @@ def test_truncation_cuts_sequences_and_nothing_else():
     assert torch.equal(dense_, dense[..., :5, :5]) and torch.equal(hidden_, hidden[:, :5])
     assert image_ is image and rest == ["text", None]
     assert truncated(given, 12) is given
+    batch = dataclasses.make_dataclass("Batch", ["name", "ids"])("text", ids)
+    assert torch.equal(truncated(batch, 5).ids, ids[:, :5]) and torch.equal(batch.ids, ids)
     with pytest.raises(ArgumentError, match="no tensor of integers"):
         truncated((image,), 5)
 
@@ -206,6 +209,49 @@ def test_a_forward_that_takes_the_length_gets_it():
     engine.destroy()
     with pytest.raises(ConfigError, match="takes no curriculum_seqlen"):
         deepc.initialize(model=tiny.make_model(), config={**config, "deepc": {"curriculum": "forward"}})
+
+
+class PreTrainedModel(nn.Module):
+    """Takes any keyword and looks at none, as a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.seen = nn.Embedding(8, 1), []
+
+    def forward(self, input_ids, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return self.embed(input_ids).mean()
+
+
+class Around(nn.Module):
+    """Hands everything on to the model inside, as peft's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = PreTrainedModel()
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+class Named(PreTrainedModel):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+def _compiled():
+    return torch.compile(Named(), backend="eager")
+
+
+@pytest.mark.parametrize("kind", [PreTrainedModel, Around, _compiled])
+def test_batches_of_models_that_look_at_no_keyword_are_truncated(kind):
+    model = kind()
+    engine = deepc.initialize(model=model, config={**tiny.config(0, micro=4), "curriculum_learning": LINEAR})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.zeros(4, 16, dtype=torch.int64)))
+        engine.step()
+    engine.destroy()
+    assert getattr(model, "model", model).seen == [4, 8]
 
 
 def test_a_custom_schedule_is_given_to_the_engine():

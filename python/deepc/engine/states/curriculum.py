@@ -3,6 +3,7 @@ config/curriculum.py's; here is what they are applied to."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,8 @@ def _to_forward(asked: str, module: torch.nn.Module, pipelined: bool) -> bool:
                 ' "truncate"'
             )
         return False
-    parameters = inspect.signature(module.forward).parameters
+    own = getattr(module, "_orig_mod", module)  # of a module of torch.compile's
+    parameters = inspect.signature(own.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if asked == "forward":
         if SEQLEN not in parameters and not takes_any:
@@ -146,13 +148,13 @@ def _to_forward(asked: str, module: torch.nn.Module, pipelined: bool) -> bool:
         return True
     if asked == "truncate":
         return False
-    # transformers' models hand any keyword on to nobody who would look at it
-    foreign = any(k.__name__ == "PreTrainedModel" for k in type(module).__mro__)
+    # transformers' models hand any keyword on to nobody who would look at it, and so does what is around one (peft's)
+    foreign = any(k.__name__ == "PreTrainedModel" for m in module.modules() for k in type(m).__mro__)
     return SEQLEN in parameters or (takes_any and not foreign)
 
 
 def truncated(given: Any, length: int) -> Any:
-    """Tensors in nested tuples, lists and dicts, of which no sequence is longer than `length`. The first tensor of
+    """Tensors in nested tuples, lists, dicts and dataclasses, none longer than `length`. The first tensor of
     integers [batch, positions, ...] says how long sequences are. Of every tensor its second size is cut where it is
     that, of integers and booleans all behind the first, and of four sizes the last two where both are (masks)."""
     whole = _positions(given)
@@ -175,6 +177,8 @@ def _length(given: Any) -> int | None:
         integers = not given.is_floating_point() and not given.is_complex() and given.dtype != torch.bool
         return given.shape[1] if given.dim() > 1 and integers else None
     inside = given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ()
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        inside = [getattr(given, f.name, None) for f in dataclasses.fields(given)]
     return next((n for n in map(_length, inside) if n is not None), None)
 
 
