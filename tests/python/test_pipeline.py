@@ -733,6 +733,57 @@ def test_what_one_rank_can_not_do_is_an_error_on_all():
     assert last[2] == "no such label"
 
 
+class _Numbers(torch.utils.data.Dataset):
+    """Equal numbers as inputs and labels. On rank 0 the third that is asked for can't be read, once."""
+
+    def __init__(self, rank):
+        self._left = 3 if rank == 0 else 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("can't be read")
+        return torch.tensor([float(i)]), torch.tensor([float(i)])
+
+
+def _reads(rank, world):
+    """The losses of batches in which inputs and labels differ if they are of other samples; one batch raises."""
+    import deepc
+    from deepc.errors import MisuseError
+    from deepc.pipe import PipelineModule
+
+    chain = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    with torch.no_grad():
+        for layer in chain:
+            layer.weight.fill_(1), layer.bias.zero_()
+    model = PipelineModule(chain, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    engine, *_ = deepc.initialize(model=model, config=config, training_data=_Numbers(rank))
+    losses = [float(engine.train_batch())]
+    with pytest.raises(ValueError if rank == 0 else MisuseError, match="can't be read|rank 0 could not begin"):
+        engine.train_batch()
+    with torch.no_grad(), pytest.raises(MisuseError, match="no_grad"):
+        engine.train_batch()
+    losses += [float(engine.train_batch()) for _ in range(4)]  # into the next epoch
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ArgumentError, match=f"num_micro_batches={wrong}"):
+            engine.eval_batch(num_micro_batches=wrong)
+    engine.destroy()
+    with pytest.raises(MisuseError, match="eval_batch.. of an engine that was destroyed"):
+        engine.eval_batch()
+    return losses
+
+
+def test_data_that_raises_on_one_rank_is_passed_over_on_all():
+    """The ranks that read go on with the same samples: the first stage's inputs are those of the last one's labels."""
+    for losses in run_ranks(_reads, 2):
+        assert losses == [0.0] * 5
+
+
 def _does_not_fit(rank, world):
     """Stage 1 of a pipeline takes 9 features, and gets 8."""
     import deepc

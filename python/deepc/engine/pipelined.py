@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,9 +202,16 @@ class PipelineEngine(Engine):
         or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+            raise ArgumentError(
+                f"eval_batch(num_micro_batches={num_micro_batches!r}): it is a number of micro-batches, 1 or more, or"
+                " None for those of a batch of training"
+            )
+        self.require_alive("eval_batch")
         self.require_whole_step()
         with self._death_is_told():
-            batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
+            batches = self._draw_together(data_iter, int(count), trains=False)
         self._wants_loss = compute_loss
         outputs: list[Any] = []
         self._outputs = outputs if return_logits else None
@@ -245,6 +252,10 @@ class PipelineEngine(Engine):
         Collective."""
         failure: Exception | None = None
         try:
+            if trains and not torch.is_grad_enabled():
+                raise MisuseError(
+                    "train_batch inside of torch.no_grad() would make no gradients; leave it, or call eval_batch"
+                )
             if trains:
                 self.hooks.check()
                 if self.hooks.accumulated or self.hooks.left_behind:
@@ -305,14 +316,23 @@ class PipelineEngine(Engine):
                         "train_batch without data: pass data_iter, an iterator of micro-batches, or training_data to"
                         " initialize"
                     )
-                self._endless = _again_and_again(self.training_dataloader)
+                self._endless = _Endless(self.training_dataloader)
             data_iter = self._endless
         if not hasattr(data_iter, "__next__"):
             raise ArgumentError(
                 f"train_batch takes an iterator of micro-batches, got {type(data_iter).__name__}; write iter(...), and"
                 " keep it from batch to batch"
             )
-        batches = list(itertools.islice(data_iter, count))
+        batches, failure = [], None
+        for _ in range(count):  # all of them, so that ranks whose data has raised go on with the others' next batch
+            try:
+                batches.append(next(data_iter))
+            except StopIteration:
+                break
+            except Exception as exc:
+                failure = failure or exc
+        if failure is not None:
+            raise failure
         if len(batches) < count:
             raise MisuseError(
                 f"the data ended after {len(batches)} of the {count} micro-batches of a batch"
@@ -563,11 +583,23 @@ def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
         torch.autograd.backward(list(outputs), list(gradients))
 
 
-def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise ConfigError("training_data gives no micro-batch")
+class _Endless:
+    """The batches of a loader, again and again. No generator, which an error of the data would end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader, self._given = loader, False
+        self._batches = iter(loader)
+
+    def __iter__(self) -> _Endless:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if not self._given:
+                raise ConfigError("training_data gives no micro-batch") from None
+            self._batches, self._given = iter(self._loader), False
+            return next(self)
+        self._given = True
+        return batch
