@@ -762,6 +762,34 @@ def test_loading_leaves_the_state_dict_as_it_was():
     assert "exp_avg_mask" not in saved["param_groups"][0]
 
 
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_memory_of_another_size_or_order_is_refused(name):
+    """The kernels see addresses alone. A state_dict that does not fit leaves what there is."""
+    from deepc.errors import ArgumentError
+
+    p, q, twin = (torch.nn.Parameter(torch.linspace(-1, 1, n).view(2, -1)) for n in (8, 6, 8))
+    opt, other, same = make(name, [p]), make(name, [q]), make(name, [twin])
+    for one in (p, q, twin):
+        one.grad = torch.ones_like(one)
+    opt.step(), other.step(), same.step()
+    with pytest.raises(ArgumentError, match=r"'exp_avg' of a parameter of shape \(2, 4\) has 6 elements"):
+        opt.load_state_dict(other.state_dict())
+    with pytest.raises(ArgumentError, match=r"no 'exp_avg_sq' of a parameter of shape \(2, 4\)"):
+        opt.load_state_dict({**opt.state_dict(), "state": {0: {"exp_avg": torch.ones(8)}}})
+    held = p.data
+    for data, said in (
+        (torch.ones(50, 70), r"shape \(50, 70\) has 8 elements"),
+        (held.t().contiguous().t(), "not contiguous"),
+    ):
+        p.grad, p.data = None, data
+        with pytest.raises(ArgumentError, match=said):
+            opt.step()
+        p.data = held
+    p.grad = twin.grad.clone()
+    opt.step(), same.step()
+    assert torch.equal(p, twin)
+
+
 def test_parameters_on_other_devices_are_refused():
     from deepc.errors import ArgumentError, UnsupportedError
 

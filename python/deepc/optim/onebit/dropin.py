@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
-from ..states.dense import Optimizer, check_betas, check_range, loss_of
+from ..states.dense import Optimizer, check_beside, check_betas, check_numel, check_range, loss_of
 from .adam import OneBitAdamMethod
 from .exchange import Exchange, exchange_over
 from .freeze import check_freeze_step
@@ -156,6 +156,7 @@ class OneBitOptimizer(Optimizer):
             return torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
         if p.grad.is_sparse:
             raise ArgumentError(f"{type(self).__name__} does not take sparse gradients; use nn.Embedding(sparse=False)")
+        check_numel(p, "grad", p.grad, p.numel())
         return p.grad.detach().reshape(-1).float()
 
     @torch.no_grad()
@@ -164,10 +165,14 @@ class OneBitOptimizer(Optimizer):
         loss, method = loss_of(closure), self._made()
         self.check_groups()
         for p, item in zip(self._params, method.items):
+            check_beside(p, item.states.values())  # somebody may have given it other memory
+            self._check(p, p.device)
+            for key, state in item.states.items():
+                check_numel(p, key, state, p.numel())
             item.out = not p.requires_grad and p.grad is None
             item.grad = None if item.out else self._gradient(p)
             if p.dtype == torch.float32:
-                item.param = p.detach().view(-1)  # somebody may have given it other memory
+                item.param = p.detach().view(-1)
             else:
                 item.param.copy_(p.detach().view(-1))
         if method.averages and self.average_gradients:
@@ -216,6 +221,10 @@ class OneBitOptimizer(Optimizer):
             raise ArgumentError(
                 f"{type(self).__name__}.load_state_dict: the state_dict has no {KEY!r}: it is of another optimizer"
             )
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        params = [p for g in self.param_groups for p in g["params"]]
+        for p, index in zip(params, order if found is not None else ()):  # before anything is given up
+            self._check_saved(p, state_dict["state"].get(index, {}))
         saved = {**state_dict, "state": {}, "param_groups": [dict(g) for g in state_dict["param_groups"]]}
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             if "exp_avg_mask" in mine:
@@ -234,7 +243,6 @@ class OneBitOptimizer(Optimizer):
             )
         if found["errors"]:
             method.check_frame(found["numbers"])
-        order = [i for g in state_dict["param_groups"] for i in g["params"]]
         for index, item in zip(order, method.items):
             for name, state in item.states.items():
                 state.copy_(state_dict["state"][index][name].reshape(-1))
@@ -250,6 +258,16 @@ class OneBitOptimizer(Optimizer):
         if (errors := found["errors"]) and (method.errors_in_warm_up or not method.averages):
             _take_errors(method, found, errors)
         self._show()
+
+    def _check_saved(self, p: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """ArgumentError unless these are states of `p`."""
+        for name in self.kind.names:
+            if name not in states:
+                raise ArgumentError(
+                    f"{type(self).__name__}.load_state_dict: there is no {name!r} of a parameter of shape"
+                    f" {tuple(p.shape)}: the state_dict is of another optimizer, or of one with fewer parameters"
+                )
+            check_numel(p, name, states[name], p.numel())
 
 
 def _take_errors(method: Method, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
