@@ -881,6 +881,34 @@ def test_a_schedule_of_another_kind_changes_nothing(tmp_path):
     assert all(run_quietly(_schedules, 1, str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "OneCycle", "torch"])
+def test_a_schedule_without_the_optimizers_states_brings_its_rate(kind, tmp_path):
+    """The rates of an optimizer whose states stay would be those of another step, for one step."""
+    import deepc
+
+    params = {"WarmupLR": {"warmup_num_steps": 9}, "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}}
+    config = {**tiny.config(0, micro=4), "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    if kind in params:
+        config["scheduler"] = {"type": kind, "params": params[kind]}
+
+    def made():
+        falling = (lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)) if kind == "torch" else None
+        return deepc.initialize(model=tiny.make_model(), config=config, lr_scheduler=falling)[0]
+
+    engine, other = made(), made()
+    for i in range(3):
+        step(engine, i)
+    engine.save_checkpoint(tmp_path)
+    assert other.get_lr() != engine.get_lr()
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    for i in range(3, 5):
+        assert other.get_lr() == engine.get_lr()
+        step(engine, i), step(other, i)
+    with pytest.raises(ArgumentError, match="load_dir=None"):
+        other.load_checkpoint(None)
+    engine.destroy(), other.destroy()
+
+
 def _in_part(rank, world, folder, only):
     """One wrong byte in the last tensor: on all ranks nothing is trained with what came before it."""
     engine = make(tiny.make_model(), 1, micro=8 // world)

@@ -564,6 +564,8 @@ class Engine(EngineBase):
         self.require_alive("load_checkpoint")
         self.require_weights("load_checkpoint")
 
+        if not isinstance(load_dir, (str, os.PathLike)):
+            raise ArgumentError(f"load_checkpoint(load_dir={load_dir!r}): give the folder that holds the checkpoints")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "custom_load_fn is not supported; change the module after load_checkpoint under GatheredParameters"

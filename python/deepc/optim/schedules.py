@@ -100,6 +100,22 @@ class NotSteppedError(ConfigError, AssertionError):
     """A schedule has set no rate yet. (DeepSpeed's is an AssertionError whose text integrations look for.)"""
 
 
+def _put_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=False):
+        if hasattr(group["lr"], "fill_"):  # a tensor: a compiled or capturable step holds on to it
+            group["lr"].fill_(rate.squeeze() if hasattr(rate, "squeeze") else rate)
+        else:
+            group["lr"] = rate
+
+
+def follow_loaded(schedule: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """The param groups get the rates of a schedule whose state was loaded without the optimizer's, which has them."""
+    if not isinstance(schedule, _Schedule):
+        _put_rates(groups, schedule.get_last_lr() if hasattr(schedule, "get_last_lr") else ())
+    elif schedule.last_batch_iteration >= 0:
+        schedule.step(schedule.last_batch_iteration)
+
+
 class _Schedule:
     """Index, step, last rate and state of all five. A subclass gives `get_lr()`: the rates at
     `last_batch_iteration`."""
@@ -114,11 +130,7 @@ class _Schedule:
         raise NotImplementedError
 
     def _apply(self, rates: Sequence[Any]) -> None:
-        for group, rate in zip(_groups(self.optimizer), rates, strict=False):
-            if hasattr(group["lr"], "fill_"):  # a tensor: a compiled or capturable step holds on to it
-                group["lr"].fill_(rate.squeeze() if hasattr(rate, "squeeze") else rate)
-            else:
-                group["lr"] = rate
+        _put_rates(_groups(self.optimizer), rates)
         self._last_lr = [group["lr"] for group in _groups(self.optimizer)]
 
     def step(self, batch_iteration: int | None = None) -> None:

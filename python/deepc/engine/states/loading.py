@@ -15,6 +15,7 @@ import torch
 from ...checkpoint.store import CheckpointReader, decode_client_state, list_tags, set_rng_state
 from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
+from ...optim.schedules import follow_loaded
 from ...parallel.expert.spread import name_among_all
 from ...zero.parameters.gathered import fill
 from ...zero.step.twin import Like
@@ -455,6 +456,8 @@ def _load_engine_state(engine: EngineBase, saved: dict[str, Any], what: What) ->
         engine.scaler.load_state_dict(saved["scaler"])
     if what.lr_scheduler_states and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        if not what.optimizer_states:
+            follow_loaded(engine.lr_scheduler, engine.optimizer.param_groups)
     engine.step_policy.loaded()
     if what.optimizer_states and engine.resumes_data:
         _resume_data(engine, saved.get("data"))
