@@ -778,6 +778,34 @@ def _reads(rank, world):
     return losses
 
 
+def _evaluates_on_training_data(rank, world, folder):
+    """The samples of the batches behind an evaluation: of the run that was saved there, and of one that resumes it."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    def made():
+        chain = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        with torch.no_grad():
+            for layer in chain:
+                layer.weight.fill_(1), layer.bias.zero_()
+        model = PipelineModule(chain, num_stages=2, loss_fn=lambda x, _: x.mean(), partition_method="uniform")
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+        return deepc.initialize(model=model, config=config, training_data=_Numbers(1))[0]
+
+    first, second = made(), made()
+    first.train_batch()
+    first.eval_batch()
+    first.save_checkpoint(folder)
+    second.load_checkpoint(folder)
+    return [[float(engine.train_batch()) for _ in range(3)] for engine in (first, second)]
+
+
+def test_evaluation_on_training_data_is_behind_what_a_checkpoint_resumes(tmp_path):
+    for goes_on, resumes in run_ranks(_evaluates_on_training_data, 2, str(tmp_path)):
+        assert goes_on == resumes
+
+
 def test_data_that_raises_on_one_rank_is_passed_over_on_all():
     """The ranks that read go on with the same samples: the first stage's inputs are those of the last one's labels."""
     for losses in run_ranks(_reads, 2):

@@ -196,7 +196,8 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The same without gradients and in evaluation mode, after which each module has the mode it had. Returns the
+        """The same without gradients and in evaluation mode, after which each module has the mode it had. Without
+        data_iter the next batches of the training data are taken, and training goes on behind them. Returns the
         mean loss, on every rank (bcast_loss=False: None but where the last stage is); reduce_output=None: the list of
         losses of this pipeline, there. compute_loss=False or return_logits=True: what the last layer returned instead,
         or also (loss, outputs), there. Collective."""
@@ -212,6 +213,8 @@ class PipelineEngine(Engine):
         self.require_whole_step()
         with self._death_is_told():
             batches = self._draw_together(data_iter, int(count), trains=False)
+        if data_iter is None and self._iterator is None and self.own_dataloader is not None:
+            self.own_dataloader.stepped()  # no training gets these any more, nor does one that a checkpoint resumes
         self._wants_loss = compute_loss
         outputs: list[Any] = []
         self._outputs = outputs if return_logits else None
