@@ -295,6 +295,23 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_leaves_nothing(t
     assert not [p for p in tmp_path.iterdir() if not p.name.startswith(".tmp")]
 
 
+def test_a_save_that_is_interrupted_leaves_nothing_and_the_next_is_whole(tmp_path, monkeypatch):
+    from deepc.checkpoint import store
+
+    def interrupted(path, *args, **kwargs):
+        Path(path).write_bytes(b"a part")
+        raise KeyboardInterrupt
+
+    engine = make_engine(0, 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, "write_safetensors", interrupted)
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path)[0] is not None
+    engine.destroy()
+
+
 def _die(rank, world, folder):
     import signal
 

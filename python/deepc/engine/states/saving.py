@@ -170,6 +170,10 @@ def save(
             writer.write({"rng": rng_state()})
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
+    except BaseException:  # ^C, after which a notebook goes on
+        if writer is not None:
+            writer.abort()
+        raise
     try:
         together(engine, f"saving checkpoint {tag}", failure)
         if engine.everyone.rank == 0:
