@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.foreign import private
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.loss import REDUCTIONS, WeightGradient, as_autocast, refuse_graph, rows_per_chunk
 from ..axes import without_values
@@ -134,12 +135,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         refuse_graph("the cross-entropy of a vocabulary that is cut", _INSTEAD)
         if ctx.grads is None:
             raise UnsupportedError("the gradients of this loss were used up by its first backward; compute it again")
-        (hidden, weight, bias), ctx.grads = ctx.grads, None
+        keeps, grads = private.backward_keeps_graph(), ctx.grads
+        ctx.grads = grads if keeps else None
         wide, narrow = ctx.dtypes[1], ctx.dtypes[0]
         # a number multiplies in fp32: 16 bits round 1 / labels, and the loss scale is infinite in fp16
         factor = grad if without_values(grad) else grad.item()
-        scaled = (g.mul_(factor) if g is not None else None for g in (hidden, weight, bias))
-        h, w, b = scaled
+        h, w, b = (g if g is None else g * factor if keeps else g.mul_(factor) for g in grads)
         return (
             h if h is None else h.to(narrow),
             w if w is None else w.to(wide),
