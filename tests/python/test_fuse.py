@@ -348,6 +348,17 @@ def test_a_head_that_comes_later_gives_its_logits(change):
     assert_same(grads, wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_an_activation_that_is_exchanged_later_counts(family):
+    model, inputs = make(family)
+    plain = copy.deepcopy(model)
+    deepc.fuse(model)
+    for module in (*plain.modules(), *model.modules()):
+        if hasattr(module, "act_fn"):
+            module.act_fn = nn.Tanh()
+    torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=1e-6, atol=0)
+
+
 def test_what_two_calls_have_replaced_is_undone_one_by_one():
     model, _ = make("llama")
     attention = model.model.layers[0].self_attn

@@ -299,7 +299,8 @@ class _SwiGLU(_Fused):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        out: torch.Tensor = self.down_proj(ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up)
+        takes = _takes(gate) and _is_silu(self.act_fn)  # which a script may have exchanged since
+        out: torch.Tensor = self.down_proj(ops.swiglu(gate, up) if takes else self.act_fn(gate) * up)
         return out
 
 
@@ -323,7 +324,7 @@ class _Experts(_SwiGLU):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up
+        return ops.swiglu(gate, up) if _takes(gate) and _is_silu(self.act_fn) else self.act_fn(gate) * up
 
     def forward(  # type: ignore[override]  # of experts, not of a dense MLP
         self,
