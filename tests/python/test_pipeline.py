@@ -772,6 +772,8 @@ def _reads(rank, world):
     for wrong in (0, -1, 1.5):
         with pytest.raises(ArgumentError, match=f"num_micro_batches={wrong}"):
             engine.eval_batch(num_micro_batches=wrong)
+    with pytest.raises(ArgumentError if rank == 0 else MisuseError, match="=0.: it is|rank 0 could not begin"):
+        engine.eval_batch(num_micro_batches=0 if rank == 0 else 1)  # on one rank alone
     engine.destroy()
     with pytest.raises(MisuseError, match="eval_batch.. of an engine that was destroyed"):
         engine.eval_batch()

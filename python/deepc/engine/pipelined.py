@@ -204,15 +204,10 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
-            raise ArgumentError(
-                f"eval_batch(num_micro_batches={num_micro_batches!r}): it is a number of micro-batches, 1 or more, or"
-                " None for those of a batch of training"
-            )
         self.require_alive("eval_batch")
         self.require_whole_step()
         with self._death_is_told():
-            batches = self._draw_together(data_iter, int(count), trains=False)
+            batches = self._draw_together(data_iter, count, trains=False)
         if data_iter is None and self._iterator is None and self.own_dataloader is not None:
             self.own_dataloader.stepped()  # no training gets these any more, nor does one that a checkpoint resumes
         self._wants_loss = compute_loss
@@ -269,7 +264,8 @@ class PipelineEngine(Engine):
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
         shows = trains and self._begun == _SHOWN - 1 and self.monitor is not None and self.monitor.writes
-        mine = [failure is not None, trains, count, self._lent_versions != self._versions_of_lent(), shows]
+        asked = count if isinstance(count, Integral) else 0
+        mine = [failure is not None, trains, asked, self._lent_versions != self._versions_of_lent(), shows]
         *said, written, shown = zip(
             *self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
         )
@@ -281,8 +277,8 @@ class PipelineEngine(Engine):
                 f"rank {', '.join(bad)} could not begin this batch (its own message tells why), so no rank did"
             )
         if any(other != said[0] for other in said):
-            asked = (f"rank {r} {'train' if t else 'eval'}_batch of {n}" for r, (_, t, n) in enumerate(said))
-            raise MisuseError(f"all ranks run the same batch: {', '.join(asked)} micro-batches")
+            calls = (f"rank {r} {'train' if t else 'eval'}_batch of {n}" for r, (_, t, n) in enumerate(said))
+            raise MisuseError(f"all ranks run the same batch: {', '.join(calls)} micro-batches")
         if any(written):
             self._spread_ties()
         return batches
@@ -308,8 +304,13 @@ class PipelineEngine(Engine):
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
         """`count` micro-batches, Nones on a rank that reads none."""
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+            raise ArgumentError(
+                f"eval_batch(num_micro_batches={count!r}): it is a number of micro-batches, 1 or more, or None for"
+                " those of a batch of training"
+            )
         if not (self.part.wants_batch or self.is_first_stage() or self.is_last_stage()):
-            return [None] * count
+            return [None] * int(count)
         if data_iter is None:
             data_iter = self._iterator
         if data_iter is None:
@@ -327,7 +328,9 @@ class PipelineEngine(Engine):
                 " keep it from batch to batch"
             )
         batches, failure = [], None
-        for _ in range(count):  # all of them, so that ranks whose data has raised go on with the others' next batch
+        for _ in range(
+            int(count)
+        ):  # all of them, so that ranks whose data has raised go on with the others' next batch
             try:
                 batches.append(next(data_iter))
             except StopIteration:
