@@ -335,7 +335,7 @@ static int extent_make(dc_extents *x, const int64_t *capacity, int64_t count, in
 /* empty: what the file holds goes; not before the lock says that nobody else has it. */
 static int extent_open(dc_extents *x, const int64_t *capacity, int64_t count, int copies, bool empty) {
   if (dc__file_writes(x->file)) DC_TRY(dc__file_lock(x->file));
-  if (empty) DC_TRY(dc__file_empty(x->file));
+  if (empty) DC_TRY(dc__file_empty(x->file, SUPERS * BLOCK));
   DC_TRY(extent_find_super(x->file, &x->super));
   if (!x->super.magic[0]) return extent_make(x, capacity, count, copies);
   if (copies && copies != (int)x->super.copies)

@@ -685,17 +685,31 @@ int dc__file_lock(dc_file *f) {
   return DC_OK;
 }
 
-int dc__file_size(dc_file *f, int64_t *bytes) {
-  struct statx st;
-  if (statx(f->fd, "", AT_EMPTY_PATH, STATX_SIZE, &st)) return FILE_FAIL(f->path, errno, "statx");
-  *bytes = (int64_t)st.stx_size;
-  return DC_OK;
+static int file_size(dc_file *f, int64_t *bytes, bool *device) {
+  const int error = dc__disk_size(f->fd, bytes, device);
+  return error ? FILE_FAIL(f->path, error, "the size of") : DC_OK;
 }
 
-int dc__file_empty(dc_file *f) {
+int dc__file_size(dc_file *f, int64_t *bytes) {
+  bool device;
+  return file_size(f, bytes, &device);
+}
+
+static int file_begin_with_zeros(dc_file *f, int64_t n) {
+  void *zeros = calloc(1, (size_t)n);
+  if (!zeros) return DC_FAIL(DC_E_NOMEM, "%lld bytes", (long long)n);
+  const dc_piece piece = {zeros, n, 0};
+  const int rc = dc_file_write(f, &piece, 1);
+  free(zeros);
+  return rc;
+}
+
+int dc__file_empty(dc_file *f, int64_t head) {
   int64_t bytes;
+  bool device;
   int rc;
-  DC_TRY(dc__file_size(f, &bytes));
+  DC_TRY(file_size(f, &bytes, &device));
+  if (device) return file_begin_with_zeros(f, bytes < head ? bytes : head);
   if (!bytes) return DC_OK;
   do rc = ftruncate(f->fd, 0);
   while (rc && errno == EINTR);

@@ -28,8 +28,9 @@ bool dc__file_writes(const dc_file *f);
 int dc__file_lock(dc_file *f);
 int dc__file_size(dc_file *f, int64_t *bytes);
 int dc__file_reserve(dc_file *f, int64_t bytes);
-/* What it holds goes, where it has a size (a device has none). No request is on its way. */
-int dc__file_empty(dc_file *f);
+/* What it holds goes; a block device can't be cut: it begins with `head` bytes of zeros instead. No request is on its
+ * way. */
+int dc__file_empty(dc_file *f, int64_t head);
 /* Waits for all requests that were started before. */
 int dc__file_drain(dc_file *f);
 /* DC_E_STATE in a child of the process that opened it. */

@@ -44,7 +44,7 @@ enum dc_ring_kind {
 enum dc_file_flag {
   DC_FILE_WRITE = 1, /* else for reading only */
   DC_FILE_CREATE = 2, /* where there is no such file, make it (mode 0600) */
-  DC_FILE_TRUNCATE = 4, /* what it held goes */
+  DC_FILE_TRUNCATE = 4, /* what it held goes; a block device keeps it */
   DC_FILE_BUFFERED = 8, /* through the page cache, without O_DIRECT */
   DC_FILE_NAMELESS = 16, /* path is a folder: a new file there without a name, which goes with the process however it
                             ends; with DC_FILE_WRITE */
@@ -58,7 +58,8 @@ typedef struct dc_file_config {
   int32_t threads; /* of DC_RING_THREADS, 1 .. 256; 0: 8 */
   int64_t block_bytes; /* a request is cut into blocks of so many bytes, a multiple of DC_DISK_ALIGN up to 1 GiB; 0: 1
                           MiB */
-  int64_t reserve_bytes; /* the file gets at least this size, and room for it on the disk, at once; 0: it grows */
+  int64_t reserve_bytes; /* the file gets at least this size, and room for it on the disk, at once; 0: it grows. A
+                            block device has its size: DC_E_NOSPC beyond it */
 } dc_file_config;
 /* *out is owned: dc_file_close. DC_E_INVALID: a value out of range. DC_E_IO: the file can't be opened. DC_E_NOSPC: no
  * room for reserve_bytes. DC_E_UNSUPPORTED: DC_RING_URING where there is none. */

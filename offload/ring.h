@@ -53,6 +53,8 @@ struct dc__disk_ring {
 
 extern const dc__disk_ring_body dc__disk_ring_threads, dc__disk_ring_uring;
 int dc__disk_ring_reserve(int fd, int64_t bytes);
+/* Of a file or a device; *device: a block device, whose size nothing changes. 0 or errno. */
+int dc__disk_size(int fd, int64_t *bytes, bool *device);
 /* *fd: a file in this folder that nobody else can find and that goes with its last descriptor. 0 or errno. */
 int dc__disk_nameless(const char *folder, int *fd);
 /* NULL if io_uring may be used here, else why not; static storage. */

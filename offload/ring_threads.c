@@ -27,17 +27,27 @@ struct threads_ring {
   pthread_t *thread;
 };
 
+int dc__disk_size(int fd, int64_t *bytes, bool *device) {
+  struct statx st; /* fstat is a symbol of glibc 2.33 */
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_SIZE | STATX_TYPE, &st)) return errno;
+  *device = S_ISBLK(st.stx_mode);
+  *bytes = *device ? lseek(fd, 0, SEEK_END) : (int64_t)st.stx_size;
+  return *bytes < 0 ? errno : 0;
+}
+
 int dc__disk_ring_reserve(int fd, int64_t bytes) {
   int rc;
+  int64_t have;
+  bool device;
+  if ((rc = dc__disk_size(fd, &have, &device))) return -rc;
+  if (device) return have < bytes ? -ENOSPC : 0;
   do rc = fallocate(fd, 0, 0, bytes);
   while (rc && errno == EINTR);
   if (rc && (errno == EOPNOTSUPP || errno == ENOSYS)) { /* no such promise there: at least the size */
-    struct statx st; /* fstat is a symbol of glibc 2.33 */
-    rc = statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &st);
-    if (!rc && st.stx_size < (uint64_t)bytes) { /* of a larger file ftruncate would cut the rest off */
+    rc = 0;
+    if (have < bytes) /* of a larger file ftruncate would cut the rest off */
       do rc = ftruncate(fd, bytes);
       while (rc && errno == EINTR);
-    }
   }
   return rc ? -errno : 0;
 }

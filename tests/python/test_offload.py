@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_tensors_come_back_as_they_were(tmp_path, ring, direct):
         found = [torch.full_like(t, 1) for t in tensors]
         f.read(found, offsets)
         assert f.info()["ring"] == ring and f.info()["size_bytes"] == offsets[-2] + tensors[-2].nbytes
-        assert direct or "DC_FILE_BUFFERED" in f.info()["why"]
+        assert direct or "no O_DIRECT: direct=False asks" in f.info()["why"]
     assert all(torch.equal(a, b) for a, b in zip(tensors, found))
     with offload.File(tmp_path / "x", ring=ring) as f:
         f.read(found[3], offsets[3])
@@ -137,14 +138,58 @@ def test_messages(tmp_path):
         ({"depth": -1}, "depth -1"),
         ({"depth": 5000}, "depth is 5000; it must be from 1 to 4096"),
         ({"block_bytes": 1000}, "multiple of 4096"),
-        ({"reserve_bytes": 5}, "DC_FILE_WRITE"),
+        ({"reserve_bytes": 5}, 'must be opened with mode="r\\+"'),
     ):
         with pytest.raises(ArgumentError, match=said):
             offload.File(path, **kwargs)
+    with offload.File(path) as f, pytest.raises(ArgumentError, match='opened for reading; open it with mode="r\\+"'):
+        f.write(torch.ones(4))
+    with pytest.raises(DamagedError, match='open it with mode="w" to begin anew'):
+        offload.Extents(path, [5])
     with pytest.raises(ArgumentError, match="negative"):
         offload.empty(-1)
     with pytest.raises(DiskFullError, match="errno"):
         offload.File(path, "c", reserve_bytes=1 << 62)
+
+
+@pytest.fixture
+def device(tmp_path):
+    """The path of a block device of 1 MiB."""
+    tool = shutil.which("losetup", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if tool is None or os.geteuid():
+        pytest.skip("needs root and losetup, which make a block device of a file")
+    (tmp_path / "disk").write_bytes(bytes(1 << 20))
+    made = subprocess.run([tool, "--find", "--show", tmp_path / "disk"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"losetup makes no block device here: {made.stderr.strip()}")
+    yield made.stdout.strip()
+    subprocess.run([tool, "--detach", made.stdout.strip()], check=True)
+
+
+@pytest.mark.full
+def test_a_block_device_is_a_file_of_its_size(device):
+    with offload.File(device, "r+", reserve_bytes=1 << 20) as f:
+        f.write(torch.ones(1000), 12345)
+        assert f.info()["size_bytes"] == 1 << 20
+    with pytest.raises(DiskFullError, match="room for 1048577 bytes in"):
+        offload.File(device, "r+", reserve_bytes=(1 << 20) + 1)
+    with pytest.raises(DiskFullError, match="room for"):
+        offload.Extents(device, [1 << 20])
+    for value in (1.0, 2.0):  # what was committed goes with "w" alone
+        with offload.Extents(device, [4000, 100], "w") as x:
+            assert x.generation == 0
+            x.write(0, torch.full((1000,), value))
+            x.commit()
+        with offload.Extents(device, [4000, 100]) as x:
+            assert x.generation == 1
+            x.read(0, found := torch.empty(1000))
+            assert torch.equal(found, torch.full((1000,), value))
+    with offload.File(device, "r+") as f:
+        f.write(torch.ones(2048))
+    with pytest.raises(DamagedError, match="is not a file of extents"):
+        offload.Extents(device, [4000, 100])
+    with pytest.raises(DiskError, match="Not a directory"):
+        offload.Stream(device, {"a": torch.float32}, 10)
 
 
 def test_the_variable_chooses_the_ring(tmp_path, monkeypatch):

@@ -756,10 +756,24 @@ _EXCEPTIONS = {
 }
 
 
+_IN_PYTHON = {  # what the core calls by the names of its flags
+    "DC_FILE_WRITE": 'mode="r+"',
+    "DC_FILE_CREATE": 'mode="c"',
+    "DC_FILE_TRUNCATE": 'mode="w"',
+    "DC_FILE_NAMELESS": 'mode="nameless"',
+    "DC_FILE_BUFFERED": "direct=False",
+}
+
+
+def in_python(text: str) -> str:
+    """The core's text with the arguments of deepc.offload in the place of its flags."""
+    return re.sub("DC_FILE_[A-Z]+", lambda found: _IN_PYTHON.get(found[0], found[0]), text)
+
+
 def check(status: int) -> None:
     """Raises the exception of a negative status, with the C core's text of the failure."""
     if status:
-        raise _exception_of(status)(C.dc_last_error().decode(errors="replace"))
+        raise _exception_of(status)(in_python(C.dc_last_error().decode(errors="replace")))
 
 
 def _exception_of(status: int) -> type[errors.DeepcError]:

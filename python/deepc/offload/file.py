@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.lib import C, FileConfig, FileInfo, Piece, call, check
+from ..core.lib import C, FileConfig, FileInfo, Piece, call, check, in_python
 from ..errors import ArgumentError, DiskTimeoutError
 from .place import addresses
 
@@ -108,7 +108,7 @@ class Opened:
         found = FileInfo()
         call("dc_file_get_info", self._file(), ctypes.byref(found))
         out = {name: getattr(found, name) for name, *_ in FileInfo._fields_[1:]}
-        return {**out, "direct": bool(found.direct), "ring": found.ring.decode(), "why": found.why.decode()}
+        return {**out, "direct": bool(found.direct), "ring": found.ring.decode(), "why": in_python(found.why.decode())}
 
     def register(self, tensor: torch.Tensor) -> bool:
         """Registers a tensor's memory (deepc.offload.empty, a multiple of 4096 bytes) with io_uring, which then need
@@ -175,6 +175,7 @@ class File(Opened):
     through the page cache. ring: "auto" (DEEPC_RING, else io_uring where the kernel allows it, else threads),
     "io_uring", "threads". depth blocks of block_bytes are on their way at a time (0: 64 of 1 MiB);
     threads: of the ring of threads (0: 8). reserve_bytes: the file gets this size and its space on the disk at once.
+    A block device is a file whose size nothing changes.
 
     Any number, size and alignment of tensors and offsets (bytes). What begins on a page in memory (deepc.offload.empty)
     is not copied. Calls release the GIL and may come from any thread. DiskError, DiskFullError: the file stays usable.
