@@ -274,7 +274,7 @@ def run(
     saved = 0
     measured = contextlib.nullcontext() if budget is None else work
     with _taken_for_real(batch), mode, tracker, rows.seen() as tracker.of_experts, measured:
-        tracker.learn_sole()
+        tracker.sums.learn()
         batch = empty_like(batch, dtype if cast_inputs else None)
         if staged is not None:
             indices = {id(p): i for i, p in enumerate(trained)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from ....errors import UnsupportedError
 from ....nn.rows import Seen
 from ..shapes import PRODUCTS
 from .heap import ShadowHeap
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 
 
 def _guess(func: Any, args: tuple[Any, ...]) -> Any:
@@ -28,46 +29,98 @@ def _references(t: torch.Tensor) -> tuple[int, ...]:
     return tensor_use_count(t), storage_use_count(t.untyped_storage()._cdata), sys.getrefcount(t)
 
 
+class _Storages:
+    """Storages from their birth to their death, in `heap` meanwhile: how many bytes live, and the most that ever
+    did."""
+
+    def __init__(self, heap: ShadowHeap) -> None:
+        self.heap, self.live, self.peak = heap, 0, 0
+        self.op: Any = None  # what runs
+        self._peak_op: Any = None  # what made the peak
+        self._sizes: dict[int, int] = {}  # of living storages, by their address
+        self._keys: dict[int, int] = {}
+        self._count = 0
+
+    @property
+    def peak_op(self) -> str:
+        """What made the peak."""
+        return "" if self._peak_op is None else str(self._peak_op)
+
+    def known(self, tensor: torch.Tensor) -> None:
+        """`tensor` lies in memory that is counted elsewhere."""
+        storage = tensor.untyped_storage()
+        if (address := storage._cdata) not in self._sizes:
+            weakref.finalize(storage, self._forgotten, address).atexit = False
+        self._sizes[address] = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """`tensor` was made."""
+        if tensor.device.type == "meta":  # it has no memory in a real run either
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._sizes:
+            return
+        nbytes = storage.nbytes()
+        self._count += 1
+        self._sizes[address], self._keys[address] = nbytes, self._count
+        self.live += nbytes
+        self.heap.alloc(self._count, nbytes)
+        weakref.finalize(storage, self._gone, address).atexit = False
+        if self.live > self.peak:
+            self.peak, self._peak_op = self.live, self.op
+
+    def _forgotten(self, address: int) -> None:
+        """What was known is gone: another storage may have its address, and counts."""
+        self._sizes.pop(address, None)
+
+    def _gone(self, address: int) -> None:
+        self.live -= self._sizes.pop(address)
+        self.heap.free(self._keys.pop(address))
+
+
+class _Sums:
+    """Where autograd adds up gradients of a tensor that has several uses, it adds to the sum so far, if that is
+    referenced nowhere else; but no tensors of a subclass, such as fake ones (torch/csrc/autograd/input_buffer.cpp)."""
+
+    def __init__(self) -> None:
+        self._sole: tuple[int, ...] | None = None  # _references of a tensor that autograd alone holds
+        self._add = torch.ops.aten.add.Tensor
+
+    def learn(self) -> None:
+        """Inside of the modes: what references such a sum has."""
+        x = torch.ones((), requires_grad=True, dtype=torch.float32, device="cpu") * 1.0
+        (torch.sin(x) + torch.cos(x)).backward()
+
+    def in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any, fake: type[torch.Tensor]) -> bool:
+        """Whether autograd would do this operation of tensors of the class `fake` in place."""
+        if func is not self._add or graph_task_id() == -1 or kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        old, new = args
+        if not isinstance(new, fake) or not isinstance(old, fake) or old.shape != new.shape:
+            return False
+        references = _references(old)
+        if self._sole is None:
+            self._sole = references
+        return references == self._sole and old.dtype == new.dtype and old.untyped_storage().nbytes() == old.nbytes
+
+
 def make_tracker() -> type[Any]:
+    """The class Tracker; made here, because what it derives from is imported late."""
     from ....core.foreign.private import FakeTensor, TorchDispatchMode, tree_leaves
 
-    device_of, add = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
+    device_of = torch.ops.prim.device.default
 
-    class Tracker(TorchDispatchMode):
-        """Follows every storage that an operation makes; each lies in `heap` from its birth to its death. values:
-        whether tensors have some, which may be read."""
+    class Tracker(_Storages, TorchDispatchMode):
+        """Follows every storage that an operation makes. values: whether tensors have some, which may be read."""
 
         def __init__(self, heap: ShadowHeap, values: bool = False) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]  # torch
-            self.heap, self.live, self.peak = heap, 0, 0
-            self._op = self._peak_op = None  # what runs, and what made the peak
+            TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch
+            _Storages.__init__(self, heap)
             self.guesses: list[str] = []
-            self._values = values
+            self._values, self.sums = values, _Sums()
             self.of_experts: Seen | None = None
             self.products = 0  # of experts, in forwards
-            self._sizes: dict[int, int] = {}  # of living storages, by their address
-            self._keys: dict[int, int] = {}
-            self._count = 0
-            self._sole: tuple[int, ...] | None = None  # _references of a tensor that autograd alone holds
-
-        def learn_sole(self) -> None:
-            """Inside of the modes: what references a sum of gradients has that autograd adds to in place."""
-            x = torch.ones((), requires_grad=True, dtype=torch.float32, device="cpu") * 1.0
-            (torch.sin(x) + torch.cos(x)).backward()
-
-        def _adds_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-            """Where autograd adds up gradients of a tensor that has several uses, it adds to the sum so far, if that is
-            referenced nowhere else; but no tensors of a subclass, such as fake ones (torch/csrc/autograd/
-            input_buffer.cpp)."""
-            if func is not add or graph_task_id() == -1 or kwargs or len(args) != 2 or torch.is_grad_enabled():
-                return False
-            old, new = args
-            if not isinstance(new, FakeTensor) or not isinstance(old, FakeTensor) or old.shape != new.shape:
-                return False
-            references = _references(old)
-            if self._sole is None:
-                self._sole = references
-            return references == self._sole and old.dtype == new.dtype and old.untyped_storage().nbytes() == old.nbytes
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,8 +128,8 @@ def make_tracker() -> type[Any]:
             # two thirds of all calls: torch's C++ asks a fake tensor where it is. The other modes only pass it on.
             if func is device_of and isinstance(args[0], FakeTensor):
                 return FakeTensor.__torch_dispatch__(func, types, args)
-            self._op = func
-            if self._adds_in_place(func, args, kwargs):
+            self.op = func
+            if self.sums.in_place(func, args, kwargs, FakeTensor):
                 return args[0].add_(args[1])
             if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
                 raise UnsupportedError(
@@ -85,8 +138,6 @@ def make_tracker() -> type[Any]:
             if func in _READS and not self._values:
                 self.guesses.append(str(func))
                 return _guess(func, args)
-            if (workspace := _WORKSPACE.get(func)) is not None:
-                self.heap.hold(workspace(*args, **(kwargs or {})))
             of = self.of_experts
             if of is not None and of.parts and graph_task_id() == -1 and func.overloadpacket.__name__ in PRODUCTS:
                 self.products += 1
@@ -96,44 +147,4 @@ def make_tracker() -> type[Any]:
                     self.add(leaf)
             return out
 
-        @property
-        def peak_op(self) -> str:
-            """What made the peak."""
-            return "" if self._peak_op is None else str(self._peak_op)
-
-        def known(self, tensor: torch.Tensor) -> None:
-            """`tensor` lies in memory that is counted elsewhere."""
-            storage = tensor.untyped_storage()
-            if (address := storage._cdata) not in self._sizes:
-                weakref.finalize(storage, self._forgotten, address).atexit = False
-            self._sizes[address] = 0
-
-        def add(self, tensor: torch.Tensor) -> None:
-            if tensor.device.type == "meta":  # it has no memory in a real run either
-                return
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-            if address in self._sizes:
-                return
-            nbytes = storage.nbytes()
-            self._count += 1
-            self._sizes[address], self._keys[address] = nbytes, self._count
-            self.live += nbytes
-            self.heap.alloc(self._count, nbytes)
-            weakref.finalize(storage, self._gone, address).atexit = False
-            if self.live > self.peak:
-                self.peak, self._peak_op = self.live, self._op
-
-        def _forgotten(self, address: int) -> None:
-            """What was known is gone: another storage may have its address, and counts."""
-            self._sizes.pop(address, None)
-
-        def _gone(self, address: int) -> None:
-            self.live -= self._sizes.pop(address)
-            self.heap.free(self._keys.pop(address))
-
     return Tracker
-
-
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
-_WORKSPACE: dict[Any, Callable[..., int]] = {}  # bytes of a kernel's own buffers, where they matter
