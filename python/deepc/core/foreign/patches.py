@@ -75,8 +75,8 @@ PATCHES = (
     ),
     Patch(
         "clip-grad",
-        "torch.nn.utils.clip_grad_norm_ and clip_grad_value_, while there is an engine, or deepc.compat.deepspeed is"
-        " installed",
+        "torch.nn.utils.clip_grad_value_, and what clip_grad_norm_ scales gradients with, while there is an engine, or"
+        " deepc.compat.deepspeed is installed",
         "called on parameters that an engine trains they clip nothing, and a line of the log says so",
         "engine.destroy(); deepc.compat.deepspeed.uninstall()",
     ),

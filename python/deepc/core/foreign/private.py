@@ -89,6 +89,12 @@ NAMES = (
         "linear_cross_entropy's backward needs a copy of its gradients",
     ),
     Private(
+        "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+        "zero/parameters/clipping: clip_grad_norm_ calls it with its parameters",
+        "2.6",
+        "a script that clips by hand is not told that this clips nothing",
+    ),
+    Private(
         "torch._C._storage_Use_Count",
         "zero/parameters: whether somebody else refers to a unit's memory",
         "2.1",
@@ -375,6 +381,13 @@ def in_a_frame(module: torch.nn.Module) -> Callable[..., Any]:
 def default_store() -> Any:
     """The store of torch.distributed's default group."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def norm_clipper() -> list[tuple[Any, str]]:
+    """(module, name there) of what torch.nn.utils.clip_grad_norm_ calls with its parameters, to scale their gradients;
+    nothing if this torch has no such thing."""
+    module, name = importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_"
+    return [(module, name)] if hasattr(module, name) else []
 
 
 def loader_iterator() -> Any:

@@ -2,8 +2,8 @@
 
 Gradients are with the engine, not in `.grad`, so that both find nothing to clip. Scripts written for DDP (or for
 DeepSpeed, which leaves them in `.grad` at stage 0) call these between backward and step: a line of the log says that
-they clip nothing, and what does. Replaced while there is an engine, and while the name deepspeed is deepc's, which
-reaches scripts that import them before they have one."""
+they clip nothing, and what does. Replaced while there is an engine, and while the name deepspeed is deepc's: the
+latter, which a script may have imported before, and of the former what it calls, which every name of it reaches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ...core.foreign import patches
+from ...core.foreign import patches, private
 from . import owners
 
 logger = logging.getLogger("deepc")
-_NAMES = ("clip_grad_norm_", "clip_grad_value_")
+_PLACES: dict[str, list[tuple[Any, str]]] = {
+    "clip_grad_norm_": private.norm_clipper(),
+    "clip_grad_value_": [(module, "clip_grad_value_") for module in (clip_grad, torch.nn.utils)],
+}
 _originals: dict[str, Callable[..., Any]] = {}
 _told: set[str] = set()
 _watching = 0
@@ -32,12 +35,11 @@ def watch(on: bool) -> None:
     before, _watching = _watching, _watching + (1 if on else -1)
     if bool(before) == bool(_watching):
         return
-    for name in _NAMES:
-        if on:
-            _originals[name] = getattr(clip_grad, name)
-        made = _telling(name, _originals[name]) if on else _originals[name]
-        for module in (clip_grad, torch.nn.utils):
-            setattr(module, name, made)
+    for name, places in _PLACES.items():
+        for module, at in places:
+            if on:
+                _originals[name] = getattr(module, at)
+            setattr(module, at, _telling(name, _originals[name]) if on else _originals[name])
     if not on:
         _originals.clear()
     (patches.applied if on else patches.undone)("clip-grad")
