@@ -814,26 +814,33 @@ def test_data_that_raises_on_one_rank_is_passed_over_on_all():
         assert losses == [0.0] * 5
 
 
-def _does_not_fit(rank, world):
-    """Stage 1 of a pipeline takes 9 features, and gets 8."""
+def _does_not_fit(rank, world, casts):
+    """Stage 1 of a pipeline takes 9 features, and gets 8; or was cast since the engine was made."""
     import deepc
     from deepc.pipe import PipelineModule
 
-    chain = [nn.Linear(8, 8), nn.Linear(9, 9)]
+    chain = [nn.Linear(8, 8), nn.Linear(8, 8) if casts else nn.Linear(9, 9)]
     model = PipelineModule(chain, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     engine, *_ = deepc.initialize(model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
-    with pytest.raises(RuntimeError if rank == 1 else AbortedError) as caught:
+    if casts and rank == 1:
+        engine.module.double()
+    with pytest.raises((ArgumentError if casts else RuntimeError) if rank == 1 else AbortedError) as caught:
         engine.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 8))] * 2))
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def test_what_a_stage_can_not_take_from_the_one_before_is_named_on_all_ranks():
-    first, last = run_ranks(_does_not_fit, 2)
+    first, last = run_ranks(_does_not_fit, 2, False)
     assert "rank 1, in stage 1 of a pipeline, broke off a batch: RuntimeError: mat1 and mat2 shapes" in first
     assert "(its forward got float32 [2, 8] from the stage before)" in first
     if sys.version_info >= (3, 11):
         assert last.endswith("in stage 1 of a pipeline: its forward got float32 [2, 8] from the stage before")
+
+
+def test_a_stage_that_was_cast_is_named_on_all_ranks():
+    for told in run_ranks(_does_not_fit, 2, True):
+        assert "weight' is torch.float64 on cpu, which the engine has made torch.float32 on cpu: it was cast" in told
 
 
 def _leaves_out(rank, world, folder):

@@ -27,6 +27,7 @@ from ..parallel.pipeline.hops import Hops, in_words
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.part import called_to_evaluate
 from ..parallel.pipeline.runtime import Stages
+from ..zero.parameters.guard import casts_are_told
 from ..zero.parameters.param import version_of
 from ..zero.tiers.agree import together
 from .base import StepResult, say
@@ -67,8 +68,10 @@ class PipelineEngine(Engine):
         self._endless: Iterator[Any] | None = None  # over the loader
         self._outputs: list[Any] | None = None  # of the last layer, where an evaluation wants them beside the loss
         self._refuse_what_is_not_there()
-        for p in model.parameters():  # what stands for other stages' says which dtype comes of them (rotary angles)
-            if p.is_meta and p.is_floating_point():
+        others = [p for p in model.parameters() if p.is_meta]  # what stands for other stages'
+        self._elsewhere = frozenset(map(id, others))
+        for p in others:  # says which dtype comes of them (rotary angles)
+            if p.is_floating_point():
                 p.data = p.data.to(self.dtype)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
@@ -381,6 +384,7 @@ class PipelineEngine(Engine):
                 mixing_is_told(self.module, self.dtype, CAST_BUFFERS),
                 self.activations.around(),
                 self.recomputation.around((received, read), stage),
+                casts_are_told(self.module, self.state, self._elsewhere),
             ):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)

@@ -145,9 +145,11 @@ class SharedGuard(Guard):
 
 
 @contextlib.contextmanager
-def casts_are_told(model: torch.nn.Module, state: ModelState) -> Iterator[None]:
+def casts_are_told(
+    model: torch.nn.Module, state: ModelState, elsewhere: frozenset[int] = frozenset()
+) -> Iterator[None]:
     """An error of torch in a forward over parameters that were cast or moved since the engine was made names the first
-    of them."""
+    of them. elsewhere: ids of those that other ranks have (stages of a pipeline)."""
     try:
         yield
     except RuntimeError as exc:
@@ -155,7 +157,7 @@ def casts_are_told(model: torch.nn.Module, state: ModelState) -> Iterator[None]:
             raise
         for name, p in model.named_parameters():
             away = p.device.type != state.device.type and not isinstance(p, Released)
-            if away or (casts(p) and p.dtype != state.dtype):
+            if id(p) not in elsewhere and (away or (casts(p) and p.dtype != state.dtype)):
                 raise ArgumentError(
                     f"the forward raised {type(exc).__name__} ({exc}), and parameter '{name}' is {p.dtype} on"
                     f" {p.device.type}, which the engine has made {state.dtype} on {state.device.type}: it was cast or"
