@@ -14,6 +14,7 @@ from deepc.errors import ArgumentError, CheckpointError, ConfigError, Unsupporte
 from ranks import placed
 from ranks import run_ranks as _run_ranks
 from test_export import make
+from test_precision import Added, buffers_of
 
 
 def run_ranks(fn, world, *args, **kw):
@@ -69,6 +70,23 @@ def test_the_same_tokens_with_any_room(world, dtype, tmp_path):
         assert BLOCK < some["persistent_elems"] < some["live_elems_max"] <= 6 * BLOCK and some["prefetched"] > 0
         assert few["gathers"] > some["gathers"] > 0
         assert roomy["gathers"] == 0 and roomy["persistent_elems"] == roomy["total_elems"], "all of it stays"
+
+
+def test_a_buffer_that_meets_other_parameters_is_told_wherever_the_weights_are(tmp_path):
+    def added():
+        return torch.nn.Sequential(Added(), torch.nn.Conv1d(2, 4, 1))
+
+    for served, cure in (
+        (deepc.inference(added(), dtype="bf16"), "model.to(...) before deepc.inference"),
+        (deepc.inference(added(), dtype="bf16", zero=on_disk(tmp_path)), "model.to(...) before deepc.inference"),
+        (deepc.inference(buffers_of("bf16", 2, added())), '"data_types": {"buffer_dtype": "bf16"}'),
+    ):
+        with pytest.raises(RuntimeError) as told:
+            served(torch.ones(2, 2, 5))
+        assert "'0.pos' is float32" in told.value.__notes__[0] and cure in told.value.__notes__[0]
+        served.destroy()
+        if served.trainer is not None:
+            served.trainer.destroy()
 
 
 def _trainer(rank, world, folder):

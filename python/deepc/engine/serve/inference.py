@@ -23,7 +23,7 @@ import torch
 
 from ...comm import start as comm
 from ...config.tree import Config
-from ...core.foreign.buffers import buffer_dtypes, mixing_is_told
+from ...core.foreign.buffers import CAST_BUFFERS, buffer_dtypes, mixing_is_told
 from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
@@ -462,12 +462,14 @@ class InferenceEngine(Served):
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Without gradients; a module that trains is in evaluation mode meanwhile."""
-        if self.trainer is None:
-            with torch.no_grad(), mixing_is_told(self.module, self.dtype, "model.to(...) before deepc.inference"):
+        trains = self.trainer is not None and not self._ours
+        cure = CAST_BUFFERS if trains else "model.to(...) before deepc.inference"
+        with torch.no_grad(), mixing_is_told(self.module, self.dtype, cure):
+            if self.trainer is None:
                 yield
-            return
-        with torch.no_grad(), evaluating(self.module), self.trainer.state.running():
-            yield
+                return
+            with evaluating(self.module), self.trainer.state.running():
+                yield
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         from ..data import cast_floats
