@@ -188,7 +188,6 @@ KNOWN = [
         "DeepSpeed's universal checkpoints",
     ),
     Known("", "managed_gradient_accumulation = false", "not built", "accumulation whose boundary is each step()"),
-    Known("test_ignore_unused_parameters", _NO_ERROR, "not built", "an error that names unused parameters"),
     Known("FPDT", "", "not built", "FPDT, attention with its keys and values in host memory"),
     Known("test_data_efficiency", "mpu=", "not built", "a Megatron mpu"),
     Known("test_gpt2_checkpointable_layers", "topology has the axes", "not built", "a topology with an axis of models"),

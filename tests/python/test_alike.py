@@ -97,3 +97,45 @@ def test_ranks_that_would_make_different_steps_are_told(stage):
     for rate, frozen in run_ranks(make_unequal_steps, 2, args=(stage,)):
         assert "lr of param group 0 is 0.01 on rank 0 and 0.02 on rank 1" in rate
         assert "what is frozen is layers.a.weight on rank 0 and nothing on rank 1" in frozen
+
+
+class Spare(Two):
+    def __init__(self):
+        super().__init__("abc")
+
+    def forward(self, x, all_of_them):
+        return super().forward(self.layers["c"](x) if all_of_them else x)
+
+
+def train_with_unused(rank, world, stage, ignored):
+    """Rank 1 leaves a layer out in one of two micro-batches, in both, and then all do in both."""
+    import deepc
+
+    settings = config(stage, gradient_accumulation_steps=2)
+    settings["zero_optimization"]["ignore_unused_parameters"] = ignored
+    engine, *_ = deepc.initialize(model=Spare(), config=settings)
+    found = []
+    for used in ((True, rank == 0), (rank == 0, rank == 0), (False, False), (True, True)):
+        try:
+            for all_of_them in used:
+                engine.backward(engine(torch.ones(2, 4), all_of_them))
+                engine.step()
+        except deepc.errors.MisuseError as error:
+            found.append(str(error))
+            engine.zero_grad()
+    steps = engine.global_steps
+    engine.destroy()
+    return steps, found
+
+
+@pytest.mark.parametrize(
+    ("stage", "ignored"), [(2, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((2, True), (1, False)))]
+)
+def test_unused_parameters_are_told_at_stage_2_where_they_are_not_ignored(stage, ignored):
+    for steps, found in run_ranks(train_with_unused, 2, args=(stage, ignored)):
+        if (stage, ignored) != (2, False):
+            assert (steps, found) == (4, [])
+            continue
+        one, both = found
+        assert steps == 2 and "parameter 'layers.c.bias' got no gradient on rank 1" in one
+        assert "on rank 0" in both and "ignore_unused_parameters is false" in both

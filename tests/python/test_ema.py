@@ -230,7 +230,7 @@ def test_a_write_to_the_shared_average_is_seen_on_all_ranks():
 
 
 def _unequal(rank, world, stage):
-    """Rank 0 alone updates; decays that differ."""
+    """Rank 0 alone updates, or resets; decays that differ."""
     import deepc
     from deepc.errors import ArgumentError
 
@@ -243,12 +243,20 @@ def _unequal(rank, world, stage):
             average.update()
         want = {n: want[n].lerp(w, 1.0 - DECAY) for n, w in _whole(engine).items()}
         if step == 1:
-            told = r"updates of average 'ema' is 2 on rank 0 and 1 on rank 1.*call its update\(\) on all of them"
+            told = r"updates of average 'ema' is 2 on rank 0 and 1 on rank 1.*call its update\(\) and reset\(\) on all"
             with pytest.raises(ArgumentError, match=told):
                 _train(engine, 2, rank, world)
             engine.zero_grad()
             assert average.update() == (rank == 1)  # nothing was stepped: it comes in time
     _equal(average.state_dict(), want)
+    if rank == 0:
+        average.reset()
+    with pytest.raises(ArgumentError, match=r"resets of average 'ema' is 2 on rank 0 and 1 on rank 1"):
+        _train(engine, 3, rank, world)
+    engine.zero_grad()
+    if rank == 1:
+        average.reset()
+    _train(engine, 3, rank, world)
     deepc.EMA(engine, (0.5, 0.75)[rank], label="other")
     with pytest.raises(ArgumentError, match=r"decay of average 'other' is 0.5 on rank 0 and 0.75 on rank 1"):
         _train(engine, 3, rank, world)

@@ -159,6 +159,21 @@ def files(raw: dict, tmp: Path) -> list[str]:
     return sorted({str(p.relative_to(tmp).parent) for p in tmp.rglob("*") if p.is_file()})
 
 
+def leaves_out(raw: dict, tmp: Path) -> str:
+    """What a step says of a parameter that its loss does not depend on."""
+    model = Net()
+    model.register_parameter("spare", nn.Parameter(torch.ones(2)))
+    engine, *_ = deepc.initialize(model=model, config=_merge(BASE, raw))
+    engine.backward(engine(torch.ones(4, 8)).square().mean())
+    try:
+        engine.step()
+    except deepc.DeepcError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
 def lengths(raw: dict, tmp: Path) -> list[Any]:
     """What a model that takes curriculum_seqlen is told, and the length of what it gets, from the loader."""
     seen: list[Any] = []
@@ -562,6 +577,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         0.5,
         estimated,
     ),
+    "zero_optimization.ignore_unused_parameters": ({"zero_optimization": {"stage": 2}}, False, leaves_out),
     "zero_optimization.sub_group_size": (ON_DISK, 100, planned),
     "aio.block_size": (ON_DISK, 8192, planned),
     "aio.queue_depth": (ON_DISK, 2, planned),

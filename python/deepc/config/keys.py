@@ -406,12 +406,12 @@ KEYS: tuple[Key, ...] = (
         "Legacy elastic checkpoint.",
         "every deepc checkpoint loads into any number of ranks and any stage",
     ),
-    _inert(
+    _active(
         "zero_optimization.ignore_unused_parameters",
         "bool",
         True,
-        "Do not fail on unused parameters.",
-        "an unused parameter has a zero gradient, in every stage",
+        "false: at stage 2, as in DeepSpeed, a step is an error on all ranks if some parameter got no gradient on some"
+        " rank; else such a parameter has a zero gradient, as at every other stage.",
     ),
     _inert("zero_optimization.legacy_stage1", "bool", False, "Old ZeRO-1.", "there is one implementation"),
     _inert(

@@ -142,6 +142,7 @@ class ZeroConfig:
     reduce_scatter: bool
     overlap_comm: bool
     round_robin_gradients: bool
+    ignore_unused_parameters: bool
     sub_group_size: int
     stage3_prefetch_bucket_size: int
     stage3_param_persistence_threshold: int

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..plan.mesh import Mesh
     from ..plan.plan import Plan
     from ..plan.predict.estimate import FirstStep, MemoryEstimate
-    from ..zero.parameters.alike import EqualSteps
+    from ..zero.parameters.alike import EqualSteps, NoneUnused
     from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
@@ -174,6 +174,7 @@ class EngineBase(ModelWrapper):
     model_watch: ModelWatch
     norm_riders: list[Rider]  # who sends numbers along with the norm
     equal_steps: EqualSteps  # one of them
+    none_unused: NoneUnused | None  # one, where unused parameters are not ignored
     averages: dict[str, Any]  # label -> EMA
     monitor: Any  # the meter, if somebody listens (observe/monitor)
     profile: Any  # what observe/profile has on this engine, or None

@@ -302,6 +302,8 @@ class Engine(EngineBase):
                 self.step_policy.parts,
             )
         self.equal_steps.check()
+        if self.none_unused is not None:
+            self.none_unused.check()
         reason = norm.reason
         if self.scaler is not None and reason:
             scale = self.scaler.loss_scale

@@ -61,6 +61,7 @@ def _flat_zero_keys() -> dict[str, str]:
         "zero_param_persistence_threshold": "stage3_param_persistence_threshold",
         "zero_model_persistence_threshold": "stage3_model_persistence_threshold",
         "zero_round_robin_gradients": "round_robin_gradients",
+        "zero_ignore_unused_parameters": "ignore_unused_parameters",
         "zero_hpz_partition_size": "zero_hpz_partition_size",
         "zero_quantized_weights": "zero_quantized_weights",
         "zero_quantized_gradients": "zero_quantized_gradients",

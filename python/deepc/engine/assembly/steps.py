@@ -32,7 +32,7 @@ from ...plan.plan import Plan
 from ...plan.predict.estimate import FirstStep, check_plan, refuse_if_too_big
 from ...zero.init import adopt
 from ...zero.parameters import clipping, gathered, owners
-from ...zero.parameters.alike import EqualSteps, Ranks, refuse_sums, refuse_unequal
+from ...zero.parameters.alike import EqualSteps, NoneUnused, Ranks, refuse_sums, refuse_unequal
 from ...zero.parameters.guard import ModelWatch, make_guard
 from ...zero.resident import ResidentState
 from ...zero.state import ModelState
@@ -207,6 +207,10 @@ def assemble(
         if engine.everyone.world > 1:
             engine.norm_riders.append(engine.equal_steps)
             refuse_sums(ranks, engine.optimizer, engine.everyone.rank)
+        engine.none_unused = None
+        if stage == 2 and not config.zero.ignore_unused_parameters:
+            engine.none_unused = NoneUnused(engine.everyone, engine.state, engine.hooks)
+            engine.norm_riders.append(engine.none_unused)
         make_activations(engine, undo)
         sequence = axis_process_group(engine.mesh, "sp") if engine.mesh.sp > 1 else None
         engine.curriculum = Curriculum(config, engine.module, engine.part is not None, sequence)

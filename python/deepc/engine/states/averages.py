@@ -70,7 +70,8 @@ class EMA:
             raise ArgumentError(
                 f"this engine has an average with label {label!r} already; give this one another label="
             )
-        self.engine, self.decay, self.label, self.updates = engine, decay, label, 0
+        self.engine, self.decay, self.label = engine, decay, label
+        self.updates = self.resets = 0
         self._seen = -1  # applied steps at the last update; reset() sets it
         self._flat: torch.Tensor | None = None  # of the module: [total], node-shared at stage 3
         self.inside = False
@@ -89,7 +90,6 @@ class EMA:
             self._make_module()
         self.reset()
         engine.averages[label] = self
-        self._tell(decay)
 
     # ---- the average -------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -112,11 +112,13 @@ class EMA:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The average is what the weights are now. Collective with as_module."""
+        """The average is what the weights are now. On all ranks, as update()."""
         self._outside("reset()")
         self._seen = self._applied_steps()
         self._fence()
         self._each(torch.Tensor.copy_)
+        self.resets += 1
+        self._tell(self.decay)
         self._publish()
 
     def value(self, p: torch.Tensor) -> torch.Tensor:
@@ -155,7 +157,8 @@ class EMA:
 
     def _tell(self, decay: float | Callable[[int], float]) -> None:
         """The next step compares the updates of all ranks (EqualSteps)."""
-        self.engine.equal_steps.averages[self.label] = (self.updates, "a function" if callable(decay) else decay)
+        said = "a function" if callable(decay) else decay
+        self.engine.equal_steps.averages[self.label] = (self.updates, self.resets, said)
 
     def _applied_steps(self) -> int:
         return self.engine.global_steps - self.engine.skipped_steps
@@ -377,7 +380,7 @@ class EMA:
     # ---- checkpoints: saving.py -----------------------------------------------------------------------------------
     def loaded(self, updates: int) -> None:
         """After the checkpoint's values were put into the pieces. Collective with as_module."""
-        self.updates, self._seen = updates, self._applied_steps()
+        self.updates, self.resets, self._seen = updates, 0, self._applied_steps()
         self._tell(self.decay)
         self._publish()
 

@@ -1,5 +1,5 @@
 """Whether the ranks that hold the same part of a model train it alike: one model and one set of numbers, when the
-engine is made and at each step.
+engine is made and at each step; and all of it, where the configuration wants that.
 
 Nothing else would notice ranks that differ: shards of one weight stepped at two rates, or weights that took each
 other's values because modules were made in another order (of a set of names, which differs between processes)."""
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.groups import gather_texts
-from ...errors import ArgumentError
+from ...errors import ArgumentError, MisuseError
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
     from ...config.tree import Config
     from ...plan.mesh import Mesh
     from ..state import ModelState
+    from ..step.hooks import GradientHooks
     from ..step.update import ShardedOptimizer
 
 Row = tuple[str, str]  # what, its value in words
@@ -136,7 +137,8 @@ class EqualSteps:
     def __init__(self, ranks: Ranks, optimizer: ShardedOptimizer, state: ModelState, config: Config) -> None:
         self._ranks, self._optimizer, self._state, self._config = ranks, optimizer, state, config
         self._alike = True
-        self.averages: dict[str, tuple[int, Any]] = {}  # label -> (updates, decay of the last one): engine/states
+        # label -> (updates, resets, decay of the last update): engine/states
+        self.averages: dict[str, tuple[int, int, Any]] = {}
 
     def row(self) -> list[float]:
         """See Rider."""
@@ -159,14 +161,15 @@ class EqualSteps:
         self._alike = True
         frozen = [n for n, p in zip(self._state.names, self._state.trained) if not p.requires_grad]
         rows = [*_rows(self._optimizer, self._config), ("what is frozen", ", ".join(frozen) or "nothing")]
-        for label, (updates, decay) in sorted(self.averages.items()):
-            rows += [(f"updates of average '{label}'", str(updates)), (f"decay of average '{label}'", str(decay))]
+        for label, said in sorted(self.averages.items()):
+            of = zip(("updates", "resets", "decay"), said)
+            rows += [(f"{what} of average '{label}'", str(value)) for what, value in of]
         found = self._ranks.difference(rows)
         if " of average '" in found:
             raise ArgumentError(
                 f"engine.step(): the ranks average different weights: {found}. Each rank averages its part of the"
-                " weights, so make every deepc.EMA on all ranks, with one decay, call its update() on all of them (not"
-                " on rank 0 alone), and step() again: nothing was stepped"
+                " weights, so make every deepc.EMA on all ranks, with one decay, call its update() and reset() on all"
+                " of them (not on rank 0 alone), and step() again: nothing was stepped"
             )
         if any(found.startswith(f"{key} of param group {i} ") for i, key in self._optimizer.written):
             raise _of_a_part(
@@ -176,6 +179,45 @@ class EqualSteps:
             f"engine.step(): the ranks would make different steps: {found}. Each rank steps its"
             " part of the weights, so set it alike on all ranks (an LR schedule that follows a loss takes the mean over"
             " the ranks) and call step() again: nothing was stepped"
+        )
+
+
+class NoneUnused:
+    """Rides with the norm of each step too, where unused parameters are not ignored: the first one of this rank that
+    got no gradient since the last step."""
+
+    def __init__(self, everyone: Group, state: ModelState, hooks: GradientHooks) -> None:
+        self._everyone, self._state, self._hooks = everyone, state, hooks
+        self._found = False
+
+    def row(self) -> list[float]:
+        """See Rider."""
+        return [float(self._unused())]
+
+    def _unused(self) -> int:
+        trained = enumerate(self._state.trained)
+        return next((i for i, p in trained if p.requires_grad and i not in self._hooks.used), -1)
+
+    def put(self, row: torch.Tensor) -> None:
+        """See Rider: it is there."""
+
+    def take(self, rows: torch.Tensor) -> None:
+        """See Rider."""
+        self._found = bool((rows >= 0).any())
+
+    def check(self) -> None:
+        """MisuseError, on all ranks, if there is one. Collective if so."""
+        if not self._found:
+            return
+        self._found = False
+        mine = self._unused()
+        names = gather_texts(self._everyone, self._state.names[mine] if mine >= 0 else "")
+        rank = next(r for r, name in enumerate(names) if name)
+        raise MisuseError(
+            f"engine.step(): parameter '{names[rank]}' got no gradient on rank {rank} since the last step, and"
+            " zero_optimization.ignore_unused_parameters is false. Let the loss depend on it, freeze it"
+            " (requires_grad_(False)) before deepc.initialize, or leave that key out; nothing was stepped, and"
+            " engine.zero_grad() drops the gradients"
         )
 
 

@@ -76,6 +76,7 @@ class GradientHooks:
         self._left_factor = 1.0
         self._refused: DeepcError | None = None  # why that one may leave none
         self._added: set[int] = set()
+        self.used: set[int] = set()  # parameters that got a gradient here since the last step
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
         self._one_gradient = one_gradient
@@ -246,6 +247,7 @@ class GradientHooks:
                 " (model.double(), model.to(...)) since deepc.initialize? Remove that, or cast it before"
             )
         self._added.add(index)
+        self.used.add(index)
         self._held[index] = grad = grad.contiguous()
         self._reducer.add(index, grad)
         self._drop_released()
@@ -396,6 +398,7 @@ class GradientHooks:
     def reset(self) -> None:
         """After a step: the next pass starts afresh."""
         self.accumulated = self.norm_ready = False
+        self.used.clear()
 
     def take_reducer(self, reducer: Reducer) -> None:
         """Between two steps: gradients go there from now on."""
