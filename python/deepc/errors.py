@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DeepcError(RuntimeError):
@@ -177,3 +181,38 @@ def did_you_mean(key: str, known: Iterable[str], second: Mapping[str, str] | Non
     found = ([f for f in found if f.rpartition(".")[0] == section] if dot else []) or found
     found = list(dict.fromkeys((second or {}).get(f, f) for f in found))[:3]
     return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""
+
+
+_NUMBERS = {"int", "float"}
+
+
+def numeric(function: _F) -> _F:
+    """A decorator: what is given for an argument that is annotated as a number (int, float, perhaps None or a tensor
+    beside) is one, or an ArgumentError names it; deep inside text would be a bare TypeError, or be taken and fail
+    later. An int may be given as a float of its value."""
+    kinds = {n: {kind.strip() for kind in str(text).split("|")} for n, text in function.__annotations__.items()}
+    kinds = {n: of for n, of in kinds.items() if of & _NUMBERS and of <= {*_NUMBERS, "None", "torch.Tensor"}}
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][: bool(code.co_flags & 4)]  # of *args
+
+    def number(name: str, value: Any, first: Any) -> Any:
+        of = kinds.get(name)
+        if of is None or type(value) is int or (value is None and "None" in of):
+            return value
+        if hasattr(value, "__index__") or ("float" in of and hasattr(value, "__float__")):  # NumPy's and tensors too
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        where = type(first).__name__ if function.__name__ == "__init__" else function.__qualname__
+        what = ("a number" if "float" in of else "a whole number") + " or None" * ("None" in of)
+        raise ArgumentError(f"{where}({name}={value!r}): it must be {what}, and is a {type(value).__name__}")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        named = [*names, *rest * (len(args) - len(names))]
+        given = [number(n, value, first) for n, value in zip(named, args)]
+        return function(*given, *args[len(given) :], **{n: number(n, value, first) for n, value in kwargs.items()})
+
+    return cast(_F, checked)

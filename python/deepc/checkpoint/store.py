@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, did_you_mean
+from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, did_you_mean, numeric
 from ..parallel.tensor.cut import Cut
 from .files import (
     DTYPE_NAMES,
@@ -882,6 +882,7 @@ class CheckpointReader:
 # ---- Hugging Face model files ----------------------------------------------------------------------------------------
 
 
+@numeric
 def write_model(
     directory: str | os.PathLike[str],
     named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],

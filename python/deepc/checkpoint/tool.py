@@ -19,7 +19,7 @@ import torch
 
 from ..core import dtypes
 from ..core.ops import name_of, torch_dtype
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError, CheckpointError, numeric
 from .files import SafetensorsFile
 from .store import INDEX, CheckpointReader, list_tags, read_latest, write_model
 
@@ -312,6 +312,7 @@ def verify(path: str | os.PathLike[str], tag: str | None = None, *, every: bool 
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
+@numeric
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -431,6 +432,7 @@ class Difference:
     numel: int = 0
 
 
+@numeric
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -504,6 +506,7 @@ def _largest(x: torch.Tensor) -> float:
 
 
 # ---- clean -----------------------------------------------------------------------------------------------------------
+@numeric
 def clean(
     directory: str | os.PathLike[str], *, keep: int | None = None, really: bool = False, least_age_s: float = 3600.0
 ) -> list[tuple[str, int, str]]:

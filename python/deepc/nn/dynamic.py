@@ -13,7 +13,7 @@ import torch
 
 from ..core.lib import C, DynamicStats, call
 from ..core.memory import tensor_at
-from ..errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from ..errors import ArgumentError, OutOfMemoryError, UnsupportedError, numeric
 
 
 class Stats(NamedTuple):
@@ -68,6 +68,7 @@ class DynamicTensor:
 
     _living: ClassVar[WeakSet[DynamicTensor]] = WeakSet()
 
+    @numeric
     def __init__(
         self,
         size: Sequence[int],

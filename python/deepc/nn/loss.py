@@ -117,9 +117,9 @@ def _check(
         )
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction={reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    if not 0.0 <= label_smoothing <= 1.0:
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
         raise ArgumentError(f"label_smoothing={label_smoothing!r}; it must be from 0 to 1")
-    if chunk_rows is not None and chunk_rows < 1:
+    if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
         raise ArgumentError(f"chunk_rows={chunk_rows!r}; it must be at least 1, or None for the default")
 
 

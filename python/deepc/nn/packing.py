@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, numeric
 
 _KEYS = ("input_ids", "labels", "attention_mask")
 
@@ -29,6 +29,7 @@ class PackedCollator:
     would not look at the positions. ArgumentError for an empty sample, one longer than a row (cut it in the dataset),
     a wrong number of labels, or a key it does not know."""
 
+    @numeric
     def __init__(
         self, length: int | None = None, *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
     ) -> None:

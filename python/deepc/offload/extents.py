@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.lib import C, ExtentInfo, ExtentsInfo, call
-from ..errors import ArgumentError
+from ..errors import ArgumentError, numeric
 from .file import Handle, Opened, config
 from .place import addresses
 
@@ -37,6 +37,7 @@ class Extents(Opened):
 
     _close_with = "dc_extents_close"
 
+    @numeric
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -86,6 +87,7 @@ class Extents(Opened):
     def copies(self) -> int:
         return int(self._info().copies)
 
+    @numeric
     def __getitem__(self, extent: int) -> Extent:
         """What a read of this extent gives now, also before the commit."""
         found = ExtentInfo()
@@ -122,6 +124,7 @@ class Extents(Opened):
         """Back to the last commit."""
         call("dc_extents_rollback", self._opened())
 
+    @numeric
     def _begin(self, name: str, extent: int, tensor: torch.Tensor, reads: bool) -> Handle:
         ((data, nbytes),) = addresses([tensor], f"{self!r}, extent {extent}")
         return self._start(name, self._opened(), extent, data, nbytes, tensors=[tensor], reads=reads)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.lib import C, FileConfig, FileInfo, Piece, call, check, in_python
-from ..errors import ArgumentError, DiskTimeoutError
+from ..errors import ArgumentError, DiskTimeoutError, numeric
 from .place import addresses
 
 _RINGS = {"auto": 0, "io_uring": 1, "threads": 2}
@@ -41,6 +41,7 @@ class Handle:
         call("dc_io_test", self._open(), ctypes.byref(out))
         return bool(out.value)
 
+    @numeric
     def wait(self, timeout: float | None = None) -> None:
         """Until it is complete; raises what became of it, also when asked again. timeout in seconds: DiskTimeoutError
         after so long, and the request goes on."""
@@ -183,6 +184,7 @@ class File(Opened):
 
     _close_with = "dc_file_close"
 
+    @numeric
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -12,11 +12,12 @@ import torch
 
 from ..core import memory
 from ..core.lib import DiskInfo, call
-from ..errors import ArgumentError
+from ..errors import ArgumentError, numeric
 
 ALIGN = 4096  # DC_DISK_ALIGN
 
 
+@numeric
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A CPU tensor of this shape whose memory begins on a page: File reads and writes it without a copy, where its
     offset and size are multiples of 4096 too (what is not goes through the page cache). From 1 MiB on it is zeroed and
@@ -74,6 +75,7 @@ class Disk:
     why_not_io_uring: str
 
 
+@numeric
 def check(folder: str | os.PathLike[str], *, need_bytes: int = 0, lock_bytes: int = 0) -> Disk:
     """Looks at a folder before a run begins (a file without a name is made there and removed). DiskFullError: less than
     need_bytes are free, or a file may not be so large. DiskError: no such folder, no permission. OutOfMemoryError: less

@@ -12,7 +12,7 @@ import torch
 
 from ..core.lib import C, StreamArray, StreamCell, StreamConfig, StreamInfo, call
 from ..core.memory import tensor_at
-from ..errors import ArgumentError, DiskError
+from ..errors import ArgumentError, DiskError, numeric
 from .file import Opened, changed, config
 from .place import addresses
 
@@ -92,6 +92,7 @@ class Stream(Opened):
 
     _close_with = "dc_stream_close"
 
+    @numeric
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -108,6 +109,8 @@ class Stream(Opened):
         per: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        if per is not None and not isinstance(per, Mapping):
+            raise ArgumentError(f"per {per!r} must be a mapping from names of arrays to numbers of elements")
         self.folder, self.arrays, self.elems = os.fspath(folder), dict(arrays), elems
         self.per = {name: (per or {}).get(name, 1) for name in self.arrays}
         out = ctypes.c_void_p()
@@ -151,6 +154,7 @@ class Stream(Opened):
             raise ArgumentError(f"{self!r} has no array {name!r}")
         return self._places[name]
 
+    @numeric
     def walk(
         self,
         first: int = 0,
@@ -190,6 +194,7 @@ class Stream(Opened):
                     found += 1
         return found
 
+    @numeric
     def _window(self, function: str, name: str, begin: int, tensor: torch.Tensor) -> None:
         place = self._place(name)
         ((data, _),) = addresses([tensor], repr(self))
@@ -216,6 +221,7 @@ def _shape(
     return config
 
 
+@numeric
 def stream_bytes(arrays: Mapping[str, torch.dtype], elems: int, *, cell_elems: int, slots: int) -> tuple[int, int]:
     """(bytes on disk, bytes of memory) that such a Stream takes."""
     disk, memory = ctypes.c_int64(), ctypes.c_int64()

@@ -13,7 +13,7 @@ import abc
 import torch
 
 from ..core import ops as _ops  # noqa: F401
-from ..errors import ArgumentError
+from ..errors import ArgumentError, numeric
 
 _NO_ERROR = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -69,6 +69,7 @@ class _Blocks(Codec):
 
     bits: int
 
+    @numeric
     def __init__(self, block: int) -> None:
         self.block = _check_block(block, 1 << 20)
 
@@ -149,6 +150,7 @@ class TopK(Codec):
     """The largest magnitudes of each block, fraction of it, exactly (fp32 values and 16-bit indices): 6 * fraction
     bytes an element. Only with error feedback (Lin et al., arXiv:1712.01887)."""
 
+    @numeric
     def __init__(self, fraction: float = 0.01, block: int = 4096) -> None:
         self.block = _check_block(block, 4096)
         if not 0.0 < fraction <= 1.0:

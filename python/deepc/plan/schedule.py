@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from ..core import lib as _lib
 from ..core.lib import C, call
-from ..errors import ArgumentError
+from ..errors import ArgumentError, numeric
 
 Kind = Literal["F", "B", "I", "W"]
 _LETTERS: tuple[Kind, ...] = ("F", "B", "I", "W")  # enum dc_schedule_work
@@ -46,6 +46,7 @@ def default_chunks(kind: str) -> int:
     return _DEFAULT_CHUNKS.get(kind, 1)
 
 
+@numeric
 def actions(kind: str, *, stages: int, micro_batches: int, rank: int, chunks: int | None = None) -> tuple[Action, ...]:
     """What `rank` of `stages` ranks computes, in order; each rank holds `chunks` stages (None: as few as the kind has).
     ArgumentError for sizes that the kind does not have."""
@@ -158,6 +159,7 @@ class Schedule:
     micro_batches: int
 
     @classmethod
+    @numeric
     def make(cls, kind: str, *, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
         """A schedule of one of KINDS over `stages` ranks."""
         ranks = tuple(

@@ -22,7 +22,7 @@ import torch
 
 from ...core import dtypes
 from ...core.ops import casts, name_of, torch_dtype
-from ...errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError
+from ...errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError, numeric
 from ...nn import int8
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
+@numeric
 def export(
     source: Source,
     folder: str | os.PathLike[str],

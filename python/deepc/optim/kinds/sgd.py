@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, numeric
 from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable
 from ..states.formats import SGD_RULE, check_state_dtype
 
@@ -20,6 +20,7 @@ class SGD(OneStateOptimizer):
     rule, state_name, instead = SGD_RULE, "momentum_buffer", "torch.optim.SGD"
     packed_from = 1  # dc_step takes step 1 for one that makes the buffer; `_scalars` says so of each parameter
 
+    @numeric
     def __init__(
         self,
         params: Iterable[Any],

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...errors import ArgumentError, MisuseError, UnsupportedError, numeric
 from ..states.dense import Optimizer, check_beside, check_betas, check_numel, check_range, loss_of
 from .adam import OneBitAdamMethod
 from .exchange import Exchange, exchange_over
@@ -341,6 +341,7 @@ class OneBitAdam(OneBitOptimizer):
 
     kind = OneBitAdamMethod
 
+    @numeric
     def __init__(
         self,
         params: Iterable[Any],
@@ -385,6 +386,7 @@ class OneBitLamb(OneBitOptimizer):
 
     kind = OneBitLambMethod
 
+    @numeric
     def __init__(
         self,
         params: Iterable[Any],
@@ -460,6 +462,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     kind = ZeroOneAdamMethod
 
+    @numeric
     def __init__(
         self,
         params: Iterable[Any],

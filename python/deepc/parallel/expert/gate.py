@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...errors import ArgumentError, MisuseError
+from ...errors import ArgumentError, MisuseError, numeric
 from ..axes import AxisGroup, without_values
 from ..sequence.loss import of_all_ranks
 
@@ -159,6 +159,7 @@ class TopKGate(torch.nn.Module):
     """A linear gate `wg` [E, M] without bias and the routes that it gives; computed in fp32 whatever the model's dtype
     is (Switch, section 2.4), under autocast too."""
 
+    @numeric
     def __init__(
         self,
         model_dim: int,

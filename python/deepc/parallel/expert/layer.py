@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...core.foreign import private
-from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...errors import ArgumentError, MisuseError, UnsupportedError, numeric
 from ...nn import rows as rows_of
 from ...nn.rows import Rows
 from ...plan.mesh import Mesh
@@ -29,6 +29,7 @@ class Experts(torch.nn.Module):
 
     has_no_blocks = True  # that could be recomputed alone: an expert's rows are others each time
 
+    @numeric
     def __init__(
         self, expert: torch.nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
     ) -> None:
@@ -113,6 +114,7 @@ class MOELayer(torch.nn.Module):
 class MoE(torch.nn.Module):
     """A mixture of experts (DeepSpeed's deepspeed.moe.layer.MoE: its arguments, results and names of parameters)."""
 
+    @numeric
     def __init__(
         self,
         hidden_size: int,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ...comm import start
-from ...errors import ArgumentError, ConfigError, UnsupportedError
+from ...errors import ArgumentError, ConfigError, UnsupportedError, numeric
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
 from ..tensor.rules import tp_model_init
@@ -82,6 +82,7 @@ class PipelineModule(torch.nn.Module):
 
     calls_in_turn = True  # its submodules, as torch.nn.Sequential: ZeRO-3 gathers a layer at a time
 
+    @numeric
     def __init__(
         self,
         layers: Sequence[Layer],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...core.foreign import patches, private
-from ...errors import ArgumentError, DeepcError, UnsupportedError
+from ...errors import ArgumentError, DeepcError, UnsupportedError, numeric
 from ...optim.factory import ELEMENTWISE
 from ...plan.derive import tree_buffers
 
@@ -167,6 +167,7 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
     DistributedSampler, or each iteration is the next epoch.
     """
 
+    @numeric
     def __init__(
         self,
         data: Sized,
@@ -234,6 +235,7 @@ class BucketSampler(MicroBatchSampler):
     To go on after `n` steps of an epoch: set_epoch(epoch), then start = n * per_step // world * micro_batch.
     """
 
+    @numeric
     def __init__(
         self,
         lengths: Sequence[int],

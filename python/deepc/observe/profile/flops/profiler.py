@@ -29,7 +29,7 @@ from torch import nn
 
 from ....core.foreign import private
 from ....core.foreign.private import TorchDispatchMode
-from ....errors import ArgumentError
+from ....errors import ArgumentError, numeric
 from ....parallel.pipeline.part import called_to_evaluate
 from .costs import Cost, cost_of, counted, get_module_duration, get_module_flops, get_module_macs, is_composite
 from .text import (
@@ -247,6 +247,7 @@ class FlopsProfiler:
         print_aggregated(self.model, module_depth, top_modules, sys.stdout)
 
 
+@numeric
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,

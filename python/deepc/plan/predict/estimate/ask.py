@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....config.tree import Config
 from ....core import memory
-from ....errors import ArgumentError, OutOfMemoryError
+from ....errors import ArgumentError, OutOfMemoryError, numeric
 from .case import Case
 from .figures import MemoryEstimate, changed, from_dict
 from .options import options_of, refusal
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .case import ConfigSource, Cutter, Divide, Model, OptimizerLike
 
 
+@numeric
 def estimate(
     model: Model,
     config: ConfigSource,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....errors import ArgumentError
+from ....errors import ArgumentError, numeric
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ def _counts(model: torch.nn.Module) -> tuple[int, int]:
     return total, max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
 
 
+@numeric
 def model_states_bytes(
     total_params: int, *, stage: int, ranks_per_node: int = 1, nodes: int = 1, dtype: str = "fp32"
 ) -> tuple[int, int]:
