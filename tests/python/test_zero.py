@@ -302,6 +302,31 @@ def test_initializers_that_read_what_they_wrote_draw_the_same_on_all_ranks(world
         assert their_draw == drawn
 
 
+def _itself(rank, world):
+    """What is asked of the parameter that was made last, while it is being made."""
+    import deepc
+
+    with deepc.zero.Init():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        last, seen = model[1].bias, []
+        nn.init.normal_(last)
+        last.register_hook(lambda grad: seen.append("gradient"))
+        known = (last.requires_grad, last.is_leaf, hash(last) == id(last), last in set(model.parameters()))
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        engine = train_a_step(model, rank, world, lambda engine: engine(torch.ones(2, 3)).square().mean())
+    try:
+        return known, trained, seen
+    finally:
+        engine.destroy()
+
+
+def test_the_parameter_made_last_is_itself_on_all_ranks():
+    """Its hooks, its place in sets and whether it is trained; an engine may be made within the context."""
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for known, trained, seen in run_ranks(_itself, 2):
+        assert known == (True,) * 4 and trained == names and seen == ["gradient"]
+
+
 def _replaced(rank, world, nodes):
     import deepc
 

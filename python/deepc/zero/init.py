@@ -369,6 +369,22 @@ _METADATA = frozenset(
         "retain_grad_",
     }
 )
+# What is asked of the tensor itself, not of its values: properties, its identity, hooks.
+_OF_ITSELF = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "__hash__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "data_ptr",
+        "is_shared",
+        "storage_offset",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+    }
+)
 _RANDOM = frozenset(
     {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 )
@@ -431,7 +447,7 @@ class _OwnerWrites(torch.overrides.TorchFunctionMode):
                 own = torch.empty_like(out) if isinstance(out, torch.Tensor) else type(out)(map(torch.empty_like, out))
             func(*_replaced(args, drawn), **{**_replaced(kwargs, drawn), "out": own})
             return out
-        if drawn is not None and name not in _METADATA and name not in ("data_ptr", "__deepcopy__"):
+        if drawn is not None and name not in _METADATA and name not in _OF_ITSELF:
             own_args, own_kwargs = _replaced(args, drawn), _replaced(kwargs, drawn)
             if own_args is not args or own_kwargs is not kwargs:
                 result = func(*own_args, **own_kwargs)
