@@ -66,6 +66,19 @@ def test_names_that_the_suite_imports(deepspeed, monkeypatch):
     assert get_accelerator().device_count() == 3
 
 
+def test_param_groups_of_a_configured_muon_have_names(deepspeed, tmp_path):
+    rates = {"muon_lr": 0.02, "adam_lr": 1e-5}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.02, 1e-5], "warmup_num_steps": 2}}
+    engine = engine_of(1, optimizer={"type": "Muon", "params": rates}, scheduler=schedule)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    engine.save_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path))
+    assert {g["name"]: g["lr"] for g in engine.optimizer.param_groups} == {"muon-params": 0.02, "adam-params": 1e-5}
+    engine.destroy()
+
+
 def test_classes_that_deepc_has_not_can_be_subclassed(deepspeed):
     from deepspeed.linear import QuantizationConfig
 

@@ -716,6 +716,18 @@ def test_zeropp_keys():
             zero(3, device="cuda", **{key: value})
 
 
+def test_a_schedule_with_one_rate_says_that_muons_two_have_no_effect():
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4, "muon_lr": 0.02, "adam_lr": 1e-5}}}
+
+    def told(kind, **params):
+        return [i.key for i in load({**muon, "scheduler": {"type": kind, "params": params}}).inert]
+
+    rates, steps = ["optimizer.params.muon_lr", "optimizer.params.adam_lr"], {"total_num_steps": 9}
+    assert told("WarmupLR", warmup_max_lr=1e-3) == told("LRRangeTest") == told("WarmupDecayLR", **steps) == rates
+    assert told("WarmupLR") == told("WarmupLR", warmup_max_lr=[0.02, 1e-5]) == told("WarmupCosineLR", **steps) == []
+    assert told("ConstantLR") == [] and load(muon).inert == ()
+
+
 def test_hints_are_reported_as_inert_with_the_reason():
     cfg = load(
         {

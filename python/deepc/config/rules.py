@@ -112,6 +112,7 @@ class Loader:
         self._walk(self.raw, "")
         self._legacy()
         self.optimizer, self.scheduler = self._optimizer(), self._scheduler()
+        self._rates_of_muon()
         self._reduction_rules()
         self._precision_rules()
         self._offload_rules()
@@ -750,6 +751,24 @@ class Loader:
             except ConfigError as exc:
                 self.errors.append(f"{self.name}: {exc}")
         return SchedulerConfig(kind, params)
+
+    def _rates_of_muon(self) -> None:
+        """Muon's two rates, where a schedule has one rate for all param groups, as DeepSpeed's."""
+        if self.optimizer is None or self.optimizer.type != "Muon" or self.scheduler is None:
+            return
+        from ..optim.schedules import scheduler_class
+
+        arguments = inspect.signature(scheduler_class(self.scheduler.type)).parameters
+        for name in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
+            path = f"scheduler.params.{name}"
+            if name not in arguments or path in self.auto:
+                continue
+            rate = self.scheduler.params.get(name, arguments[name].default)
+            if isinstance(rate, (int, float)):
+                why = f"{path} = {rate:g} is the rate of all param groups; give it as a list with one for each"
+                for key in ("muon_lr", "adam_lr"):
+                    if (own := self.optimizer.params.get(key)) is not None:
+                        self.inert.append(InertKey(f"optimizer.params.{key}", own, why))
 
     def _check_signature(self, cls: type, prefix: str, params: dict[str, Any], auto: Any, skip: int) -> None:
         """Names of the arguments against the class's own signature; missing ones that have no default."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import UnsupportedError
-from ...optim import Adagrad, Adam, AdamW, Lamb, Lion, OneBitAdam, OneBitLamb
+from ...optim import Adagrad, Adam, AdamW, Lamb, Lion, Muon, OneBitAdam, OneBitLamb
 from ...optim import ZeroOneAdam as _ZeroOneAdam
 from ...optim.onebit.adam import Frozen
 from ...optim.onebit.dropin import OneBitOptimizer
@@ -284,13 +284,16 @@ class ClientOptimizer(ShardedOptimizer):
 
 def name_adam(engine: EngineBase) -> None:
     """The Adam that a configuration asks for is of DeepSpeed's class: by whether its states are offloaded. 1-bit
-    optimizers are too."""
+    optimizers are too, and Muon's param groups have DeepSpeed's names."""
     base = engine.optimizer.base
     if type(base) in (Adam, AdamW):
         decoupled = bool(base.defaults["decoupled_weight_decay"])
         offloads = engine._config.zero.offload_optimizer.device != "none"
         base.__class__ = DeepSpeedCPUAdam if offloads else FusedAdam
         cast(_Adam, base)._set_mode(decoupled)
+    if isinstance(base, Muon):
+        for group in base.param_groups:
+            group.setdefault("name", "muon-params" if group["use_muon"] else "adam-params")
     named = {OneBitAdam: OnebitAdam, OneBitLamb: OnebitLamb, _ZeroOneAdam: ZeroOneAdam}
     base.__class__ = named.get(type(base), type(base))
     if isinstance(base, OnebitLamb):
