@@ -226,7 +226,7 @@ _CPU_SKIP = re.compile(r"^( +)if get_accelerator\(\)\.device_name\(\) == [\"']cp
 
 
 # Misspelt in the suite's configurations: a key that DeepSpeed passes over, with the value that it takes without it.
-_MISSPELT = re.compile(r'^ +"grandient_accumulation_steps": 1,\n', re.M)
+_MISSPELT = re.compile(r'^ +"(grandient_accumulation_steps|step)": 1,\n', re.M)
 
 # The devices that the suite names by a number, which are none on a CPU: to torch's DDP, and of tensors.
 _DDP_DEVICE = re.compile(r", device_ids=\[\w+\], output_device=\w+\)")

@@ -199,6 +199,7 @@ def test_small_helpers(deepspeed):
     bounds = partition_balanced([3, 1, 4, 1, 5, 9, 2, 6], 3)
     assert max(sum([3, 1, 4, 1, 5, 9, 2, 6][a:b]) for a, b in zip(bounds, bounds[1:])) == 14
     assert partition_balanced([0.3, 0.1, 0.1, 0.1], 2) == [0, 1, 4]  # halving went on for ever
+    assert partition_balanced([1] * 5, 4) == partition_balanced([0, 0, 0, 0, 5], 4) == [0, 1, 2, 3, 5]  # none is empty
     assert partition_balanced([1e-8] * 4, 2) == partition_balanced(torch.ones(4).numpy(), 2) == [0, 2, 4]
     assert call_to_str("f", 1, a="b") == "f(1, a='b')"
     loader = RepeatingLoader([1, 2])

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from numbers import Integral
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError, UnsupportedError
+from ...parallel.pipeline.balance import cut
 from ...parallel.sequence.shards import each_tensor
 
 logger = logging.getLogger("deepc")
@@ -374,23 +372,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Bounds of `num_parts` contiguous parts whose heaviest is as light as possible."""
-    exact = [int(w) if isinstance(w, Integral) else float(w) for w in weights]  # numpy's are narrower
-    sums: list[float] = [0, *itertools.accumulate(exact)]
+    """Bounds of `num_parts` contiguous parts, as a PipelineModule's layers are cut: the heaviest is as light as
+    possible, and none is empty where there are more weights than parts."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
-
-    def cut(limit: float) -> list[int] | None:
-        bounds = [0]
-        for _ in range(num_parts):
-            bounds.append(bisect_right(sums, sums[bounds[-1]] + limit) - 1)
-        return bounds if bounds[-1] == len(weights) else None
-
-    low, high = max(exact), sums[-1]
-    if (bounds := cut(low)) is not None:
-        return bounds
-    whole = isinstance(high, int)
-    while high - low > (1 if whole else 1e-12 * high):  # no cut is as light as low, one is as light as high
-        middle = (low + high) // 2 if whole else (low + high) / 2
-        low, high = (middle, high) if cut(middle) is None else (low, middle)
-    return cast("list[int]", cut(high))
+    return cut([float(w) for w in weights], num_parts)  # numpy's numbers are narrower
