@@ -4,6 +4,7 @@ names, sections of the configuration, coalesced reductions, models that an engin
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tiny
 import torch
 from deepc.errors import ArgumentError, ConfigError, DeepcError, MisuseError, UnsupportedError
+from deepc.optim import Lion
 from plainly import adam_config as config
 from ranks import run_ranks
 from torch import nn
@@ -64,6 +66,38 @@ def test_names_that_the_suite_imports(deepspeed, monkeypatch):
     assert get_accelerator().device_count() == 2
     monkeypatch.setenv("LOCAL_SIZE", "3")
     assert get_accelerator().device_count() == 3
+
+
+def test_a_checkpoint_of_lion_loads_under_its_other_name(deepspeed, tmp_path):
+    import deepc
+
+    cfg = config(1, optimizer={"type": "Lion", "params": {"lr": 0.1}})
+    engine = deepc.initialize(model=net(), config=cfg)[0]
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    want = [p.detach().clone() for p in engine.module.parameters()]
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine = engine_of(1, optimizer={"type": "Lion", "params": {"lr": 0.1}})
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None and type(engine.optimizer.optimizer) is not Lion
+    assert all(torch.equal(a, b) for a, b in zip(want, engine.module.parameters()))
+    engine.destroy()
+
+
+def test_the_engine_tells_its_log_level_and_flops_profiler(deepspeed, caplog):
+    caplog.set_level("INFO", logger="deepc")  # which is as it was when the test is over
+    profile = {"enabled": True, "profile_step": 1, "output_file": os.devnull}
+    engine = engine_of(log_level="error", flops_profiler=profile)
+    assert engine.log_level() == "ERROR" and engine.flops_profiler.flops is None
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    assert engine.flops_profiler.params == 144 and engine.flops_profiler.macs == 2 * 2 * 8 * 8
+    assert engine.flops_profiler.flops >= 2 * engine.flops_profiler.macs
+    engine.destroy()
+    engine = engine_of()
+    assert engine.log_level() is None and not hasattr(engine, "flops_profiler")
+    engine.destroy()
 
 
 def test_param_groups_of_a_configured_muon_have_names(deepspeed, tmp_path):
@@ -450,6 +484,9 @@ def test_the_optimizer_that_initialize_returns(deepspeed):
     plain, offloaded = engine_of(optimizer=adam).optimizer, engine_of(optimizer=adam, zero_optimization=zero).optimizer
     assert type(plain.optimizer) is FusedAdam and not plain.optimizer.adam_w_mode
     assert type(offloaded.optimizer) is DeepSpeedCPUAdam and not offloaded.optimizer.adam_w_mode
+    lion, lamb = {"type": "Lion", "params": {"lr": 0.1}}, {"type": "Lamb"}
+    found = [engine_of(optimizer=o, zero_optimization=z).optimizer.optimizer for o in (lion, lamb) for z in ({}, zero)]
+    assert [type(o).__name__ for o in found] == ["FusedLion", "DeepSpeedCPULion", "FusedLamb", "FusedLamb"]
     other = net()
     client = torch.optim.AdamW(other.parameters(), lr=1e-2)
     sharded = deepspeed.initialize(model=other, optimizer=client, config=config(1))[1]

@@ -120,7 +120,7 @@ class DeepSpeedEngine(Engine):
         if not self._inference_only:  # else it would stand for the one that trains the model
             zero_grad.follow(self)
         if optimizer is None:
-            optimizers.name_adam(self)
+            optimizers.name_configured(self)
         optimizers.show_as_client(self)
         optimizers.scale_as_stage_0(self)
         for name in ("offload_states", "reload_states"):  # DeepSpeed's optimizers have these too
@@ -318,6 +318,9 @@ class DeepSpeedEngine(Engine):
 
     def steps_per_print(self) -> int | None:
         return self._config.steps_per_print
+
+    def log_level(self) -> str | None:
+        return self._config.log_level and self._config.log_level.upper()
 
     def wall_clock_breakdown(self) -> bool:
         return self._config.wall_clock_breakdown

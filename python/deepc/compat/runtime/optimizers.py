@@ -282,19 +282,25 @@ class ClientOptimizer(ShardedOptimizer):
         return hash(self.base)
 
 
-def name_adam(engine: EngineBase) -> None:
-    """The Adam that a configuration asks for is of DeepSpeed's class: by whether its states are offloaded. 1-bit
-    optimizers are too, and Muon's param groups have DeepSpeed's names."""
+def name_configured(engine: EngineBase) -> None:
+    """The optimizer that a configuration asks for is of DeepSpeed's class: Adam and Lion by whether its states are
+    offloaded, Lamb, 1-bit optimizers; and Muon's param groups have DeepSpeed's names."""
     base = engine.optimizer.base
+    offloads = engine._config.zero.offload_optimizer.device != "none"
     if type(base) in (Adam, AdamW):
         decoupled = bool(base.defaults["decoupled_weight_decay"])
-        offloads = engine._config.zero.offload_optimizer.device != "none"
         base.__class__ = DeepSpeedCPUAdam if offloads else FusedAdam
         cast(_Adam, base)._set_mode(decoupled)
     if isinstance(base, Muon):
         for group in base.param_groups:
             group.setdefault("name", "muon-params" if group["use_muon"] else "adam-params")
-    named = {OneBitAdam: OnebitAdam, OneBitLamb: OnebitLamb, _ZeroOneAdam: ZeroOneAdam}
+    named = {
+        Lion: DeepSpeedCPULion if offloads else FusedLion,
+        Lamb: FusedLamb,
+        OneBitAdam: OnebitAdam,
+        OneBitLamb: OnebitLamb,
+        _ZeroOneAdam: ZeroOneAdam,
+    }
     base.__class__ = named.get(type(base), type(base))
     if isinstance(base, OnebitLamb):
         base.leave_out_empty()

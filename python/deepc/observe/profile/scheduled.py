@@ -32,6 +32,7 @@ class FlopsAtStep(Listener):
         self._probe, engine = probe, probe.engine
         self._section = engine._config.flops_profiler
         self._profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
+        engine.flops_profiler = self._profiler  # DeepSpeed's name
         self._counting, self._flops = False, 0  # the latter of the step's forwards so far
 
     def begin(self, name: str, now: int) -> None:

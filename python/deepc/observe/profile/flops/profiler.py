@@ -102,6 +102,7 @@ class FlopsProfiler:
             raise ArgumentError(f"FlopsProfiler takes a torch.nn.Module, got {type(model).__name__}")
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
+        self.flops = self.macs = self.params = None  # totals of the profile that was printed last
         self._count = count
         self._handles: list[Any] = []
         self._running: list[tuple[nn.Module, float]] = []
@@ -237,8 +238,9 @@ class FlopsProfiler:
     ) -> None:
         """The summary, the top modules of every depth, and (detailed) the model's tree with every module's figures; to
         standard output or to `output_file`, whose folders are made. module_depth: so many depths of the table, -1:
-        all."""
+        all. The totals stay in `flops`, `macs` and `params` when the profile ends."""
         if self.started:
+            self.flops, self.macs, self.params = self.get_total_flops(), self.get_total_macs(), self.get_total_params()
             print_profile(self, profile_step, module_depth, top_modules, detailed, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
