@@ -55,6 +55,13 @@ def test_names_that_the_suite_imports(deepspeed, monkeypatch):
     assert required_torch_version(max_version="99.0") and not required_torch_version(max_version=1.0)
     with pytest.raises(AssertionError):
         required_torch_version()
+    from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+    from deepspeed.checkpoint.constants import VOCABULARY_PARAMETER_PATTERNS
+
+    assert (UNIVERSAL_CHECKPOINT_INFO, VOCABULARY_PARAMETER_PATTERNS) == (
+        "universal_checkpoint_info",
+        "vocabulary_parameter_patterns",
+    )
     inside = []
     torch.func.grad(lambda x: inside.append(is_functorch_transforming()) or x)(torch.tensor(1.0))
     assert inside == [True] and not is_functorch_transforming()

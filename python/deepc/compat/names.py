@@ -27,6 +27,13 @@ _SPARSE = (
     " BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
 )
 
+_UNIVERSAL = (
+    "deepc.compat.helpers.values: UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY"
+    " UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS"
+    " TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"
+    " PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0"
+)
+
 _TP_LAYERS = (
     "LinearLayer LinearAllreduce SubParamLinearLayer SubParamLinearAllreduce GateUpPack_LinearLayer"
     " GatherReplacedLayerParams set_autotp_mode is_autotp_training_mode"
@@ -63,7 +70,8 @@ MODULES: dict[str, str] = {
     "accelerator.abstract_accelerator": "deepc.compat.helpers.devices.accelerator: DeepSpeedAccelerator",
     "accelerator.cpu_accelerator": "deepc.compat.helpers.devices.accelerator: CPU_Accelerator",
     "accelerator.cuda_accelerator": "deepc.compat.helpers.devices.accelerator: CUDA_Accelerator",
-    "checkpoint": "",
+    "checkpoint": _UNIVERSAL,
+    "checkpoint.constants": _UNIVERSAL,
     "checkpoint.utils": "deepc.compat.helpers.utils: clone_tensors_for_torch_save",
     "comm.config": "deepc.compat.runtime.settings.config: CommsConfig CommsLoggerConfig",
     "constants": "deepc.compat.helpers.values: TORCH_DISTRIBUTED_DEFAULT_PORT",
