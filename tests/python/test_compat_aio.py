@@ -62,6 +62,9 @@ def test_locked_tensors(handle):
     assert handle.is_pinned(tensor) and handle.is_pinned(tensor[10:20])
     assert not handle.is_pinned(torch.empty(8))
     assert handle.free_cpu_locked_tensor(tensor) and not handle.free_cpu_locked_tensor(tensor)
+    other = type(handle)()
+    shared = handle.new_cpu_locked_tensor(3000, torch.empty(0))
+    assert other.is_pinned(shared[10:20]) and other.free_cpu_locked_tensor(shared) and not handle.is_pinned(shared)
 
 
 def test_failures_are_told_and_leave_it_usable(handle, tmp_path):

@@ -269,6 +269,15 @@ def test_activation_checkpointing(deepspeed):
     assert deepspeed.checkpointing.is_configured() and deepspeed.checkpointing.num_layers == 2
 
 
+def test_init_inference_fuses_what_can_be(deepspeed, caplog):
+    x, plain = torch.randn(3, 4), torch.nn.Linear(4, 4)
+    engine = deepspeed.init_inference(plain, replace_with_kernel_inject=True)
+    assert torch.equal(engine(x), plain(x)) and "nothing in Linear can be fused" in caplog.text
+    normed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    deepspeed.init_inference(normed, replace_with_kernel_inject=True)
+    assert type(normed[1]) is not torch.nn.LayerNorm and caplog.text.count("changes nothing") == 1
+
+
 def test_init_inference(deepspeed, tmp_path):
     model = torch.nn.Linear(4, 2)
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, tensor_parallel={"tp_size": 1})

@@ -4,6 +4,7 @@ or, with a `zero` section that asks for it, its weights on disk (ZeRO-Inference)
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ...core.ops import casts, torch_dtype
 from ...engine.base import ModelWrapper
 from ...engine.serve.inference import inference
 from ...errors import ArgumentError, UnsupportedError
+
+_log = logging.getLogger("deepc")
 
 
 class DeepSpeedInferenceConfig:
@@ -131,9 +134,11 @@ class InferenceEngine(ModelWrapper):
         if not config.keep_module_on_host and not config.on_disk:
             model.to(default_device())
         if config.replace_with_kernel_inject:
-            from ...nn.fuse import fuse
+            from ...nn.fuse import fuse_as_asked
 
-            fuse(model)
+            summary = fuse_as_asked(model, "auto")
+            if summary is not None and (why := summary.skipped.get("")):
+                _log.warning(f"init_inference(replace_with_kernel_inject=True) changes nothing: {why}")
         self.module = model.eval()
         self._served = inference(model, dtype=dtype, zero=config.zero) if config.on_disk else None
 
@@ -155,8 +160,8 @@ def init_inference(
     model: torch.nn.Module, config: dict[str, Any] | str | None = None, **kwargs: Any
 ) -> InferenceEngine:
     """A model ready for inference, in config["dtype"] and on this rank's device. replace_with_kernel_inject=True fuses
-    operators (deepc.fuse). zero: a zero_optimization section; with offload_param.device "nvme" the weights lie on disk
-    and are read layer by layer (deepc.inference). Tensor parallelism, quantisation and checkpoint loading raise
+    what can be (deepc.fuse). zero: a zero_optimization section; with offload_param.device "nvme" the weights lie on
+    disk and are read layer by layer (deepc.inference). Tensor parallelism, quantisation and checkpoint loading raise
     UnsupportedError."""
     given = read(config)[0] if config is not None else {}
     for key, value in kwargs.items():

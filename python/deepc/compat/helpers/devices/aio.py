@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from ....offload.file import Handle
 from ....offload.place import ALIGN
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_handles: weakref.WeakSet[aio_handle] = weakref.WeakSet()  # each knows the locked memory of all
 
 
 class aio_handle:  # the name that scripts use
@@ -45,6 +47,7 @@ class aio_handle:  # the name that scripts use
         self._single_submit, self._overlap_events = single_submit, overlap_events
         self._started: list[tuple[File, Handle, Callable[[], None]]] = []
         self._locked: dict[int, torch.Tensor] = {}  # by address
+        _handles.add(self)
 
     def get_block_size(self) -> int:
         return self._block_size
@@ -159,17 +162,19 @@ class aio_handle:  # the name that scripts use
         return out
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Its memory is ordinary again, and goes with the last tensor on it. False if it is none of this handle's."""
-        found = self._locked.pop(tensor.data_ptr(), None)
-        if found is None:
+        """Its memory is ordinary again, and goes with the last tensor on it. False if it is no handle's."""
+        whose = next((h for h in _handles if tensor.data_ptr() in h._locked), None)
+        if whose is None:
             return False
+        found = whose._locked.pop(tensor.data_ptr())
         _libc.munlock(ctypes.c_void_p(found.data_ptr()), ctypes.c_size_t(found.nbytes))
         return True
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether it lies in memory of new_cpu_locked_tensor, or is pinned for a GPU."""
+        """Whether it lies in memory of some handle's new_cpu_locked_tensor, or is pinned for a GPU."""
         at = buffer.data_ptr()
-        inside = any(base <= at and at + buffer.nbytes <= base + t.nbytes for base, t in self._locked.items())
+        locked = [item for h in _handles for item in h._locked.items()]
+        inside = any(base <= at and at + buffer.nbytes <= base + t.nbytes for base, t in locked)
         return inside or bool(buffer.is_pinned())
 
     # ------------------------------------------------------------------------------------------------------------------
