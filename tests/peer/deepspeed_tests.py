@@ -89,6 +89,12 @@ KNOWN = [
         "on purpose",
         "parameters of stage 3 in shared memory stay readable outside of GatheredParameters",
     ),
+    Known(
+        "test_shutdown_in_nesting_init",
+        "AssertionError",
+        "on purpose",
+        "parameters have stage 3's attributes from the end of the outermost zero.Init on",
+    ),
     Known("test_lr_schedulers", "warmup_type", "on purpose", "an unknown warmup_type is an error"),
     Known(
         "TestOneBitLambCheckpointing::test$",
@@ -184,7 +190,7 @@ KNOWN = [
     Known("test_pipe_module", "_precompute_checkpointable_values|_reentrant_activation", "private", "an attribute"),
     Known("test_pipe_module.*honors_non_reentrant", "AssertionError", "private", "which function recomputes"),
     Known("test_unwrap_model.*TestUnwrapModel::test$", "AssertionError", "private", "the hooks of the optimizer"),
-    Known("", r"no attribute '(_external_params|_get_norm_groups)'", "private", "an attribute"),
+    Known("", r"no attribute '(_external_params|_get_norm_groups|all_gather_coalesced)'", "private", "an attribute"),
     Known("test_zero_hook_attribute_delegation", "pre_bwd_fn", "private", "attributes of modules"),
     Known("test_zero_late_module_attach", "ZeROOrderedDict", "private", "the class of a module's parameters"),
     Known("v1/accelerator", "__path__", "private", "the folder of DeepSpeed's accelerators"),

@@ -314,6 +314,8 @@ def _itself(rank, world):
         known = (last.requires_grad, last.is_leaf, hash(last) == id(last), last in set(model.parameters()))
         trained = [n for n, p in model.named_parameters() if p.requires_grad]
         engine = train_a_step(model, rank, world, lambda engine: engine(torch.ones(2, 3)).square().mean())
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    assert engine.step().applied
     try:
         return known, trained, seen
     finally:
@@ -321,10 +323,11 @@ def _itself(rank, world):
 
 
 def test_the_parameter_made_last_is_itself_on_all_ranks():
-    """Its hooks, its place in sets and whether it is trained; an engine may be made within the context."""
+    """Its hooks, its place in sets and whether it is trained; an engine may be made within the context, and trains
+    on behind it."""
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     for known, trained, seen in run_ranks(_itself, 2):
-        assert known == (True,) * 4 and trained == names and seen == ["gradient"]
+        assert known == (True,) * 4 and trained == names and seen == ["gradient"] * 2
 
 
 def _replaced(rank, world, nodes):

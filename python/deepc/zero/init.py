@@ -232,12 +232,18 @@ class Home:
     def _moved(self, arena: _Arena) -> list[torch.nn.Parameter]:
         """Parameters whose memory was replaced since (`p.data = ...` in a constructor) on some rank, on all of which
         they live and have one size. Collective: they were taken in the same order everywhere."""
-        living = [r() for r in self.taken]
+        living = self._living()
         mine = [0 if p is None else 2 * p.nbytes + 2 + self._is_moved(p, arena) for p in living]
         ranks = self.group.gather_all(torch.tensor(mine, device="cpu"))
         alike = (ranks > 0).all(0) & (ranks // 2 == ranks[0] // 2).all(0)
         found = alike & (ranks % 2).any(0)
         return [p for p, is_found in zip(living, found.tolist(), strict=True) if is_found and p is not None]
+
+    def _living(self) -> list[torch.nn.Parameter | None]:
+        """The parameters in the order of `taken`; None for one that is gone, or with an engine already, which has given
+        it other memory."""
+        found = [r() for r in self.taken]
+        return [p if p is not None and built.get(p) is self else None for p in found]
 
     @staticmethod
     def _is_moved(p: torch.nn.Parameter, arena: _Arena) -> bool:
@@ -251,14 +257,14 @@ class Home:
             self.shards.finish()
         if self.shards is not None and self.shards.on_disk:
             memory.trim_heap()
-        for p in (p for r in self.taken if (p := r()) is not None and built.get(p) is self):
+        for p in (p for p in self._living() if p is not None):
             share(p)
             self.versions[p] = p._version
         self.taken = []
         self.tied.finish()
 
     def _finish_arena(self, arena: _Arena) -> None:
-        moved = any(self._is_moved(p, arena) for r in self.taken if (p := r()) is not None)
+        moved = any(self._is_moved(p, arena) for p in self._living() if p is not None)
         if self.group.gather_all(torch.tensor([int(moved)], device="cpu")).any():
             gc.collect()  # what is garbage on one rank and not yet on another must not count
             for p in self._moved(arena):
