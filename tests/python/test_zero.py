@@ -330,6 +330,34 @@ def test_the_parameter_made_last_is_itself_on_all_ranks():
         assert known == (True,) * 4 and trained == names and seen == ["gradient"] * 2
 
 
+def _within(rank, world, folder):
+    """An engine whose parameters lie on disk, made before the context ends; the model that was made last goes on."""
+    import deepc
+
+    disk = {"device": "nvme", "nvme_path": folder}
+    cfg = tiny.config(3, micro=2, zero_optimization={"stage": 3, "offload_param": disk, "offload_optimizer": disk})
+    with deepc.zero.Init(config=cfg):
+        model = nn.Linear(3, 2)
+        if rank == 1:
+            model.bias.data.fill_(7.0)  # its values are rank 0's
+        engine = deepc.initialize(model=model, config=cfg)[0]
+        later = nn.Linear(3, 1)
+    with deepc.zero.GatheredParameters([later.weight]):
+        assert later.weight.shape == (1, 3) and later.weight.any()
+    losses = []
+    for _ in range(2):
+        losses.append(engine(torch.ones(2, 3)).square().mean())
+        engine.backward(losses[-1])
+        assert engine.step().applied
+    engine.destroy()
+    return [float(x) for x in losses]
+
+
+def test_an_engine_on_disk_may_be_made_within_the_context(tmp_path):
+    ours, theirs = run_ranks(_within, 2, str(tmp_path))
+    assert ours == theirs and ours[1] < ours[0] < 7
+
+
 def _replaced(rank, world, nodes):
     import deepc
 

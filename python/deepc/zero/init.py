@@ -341,6 +341,8 @@ def adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> Non
     names = {id(p): n for n, p in named}
     for home in homes.values():
         home.tied.refuse(names)
+        if home.shards is not None and home.taken:  # its context has not ended: the engine's are as they will be then
+            home.shards.cut_all()
         if home.arena is not None:
             for rank, i in enumerate(home.group.gather_all(torch.tensor([stray], device="cpu")).view(-1).tolist()):
                 if i >= 0:

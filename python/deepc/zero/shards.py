@@ -119,12 +119,16 @@ class Shards:
             room += p.nbytes
             self._cut(p, 0)
 
+    def cut_all(self) -> None:
+        """What is whole is cut; its values are rank 0's. Collective."""
+        for p in list(self._whole.values()):
+            self._cut(p, 0)
+
     def finish(self) -> None:
         """The end of the context. Collective."""
         self._agree(_END, self._number)
         self._building = False
-        for p in list(self._whole.values()):
-            self._cut(p, 0)
+        self.cut_all()
         for part in list(self._parts.values()):
             part.become(NodeParameter)
 
