@@ -23,6 +23,13 @@ M = dict(width=384, layers=4, vocab=8192, context=256, micro=4, experts=8, k=1, 
 CASES: dict[str, dict] = {
     "A stage 0, 1 rank, fp32": dict(A, stage=0),
     "A stage 0, 1 rank, bf16": dict(A, stage=0, bf16=True),
+    "A stage 0, 1 rank, autocast": dict(A, stage=0, autocast=True),
+    "B stage 2, 2 ranks, autocast": dict(B, stage=2, world=2, micro=2, autocast=True),
+    "H stage 3, 2 ranks, autocast, accumulation 2": dict(H, stage=3, world=2, gas=2, autocast=True),
+    "B stage 0, 1 rank, autocast, checkpointed": dict(
+        B, stage=0, micro=8, layers=4, recompute="nonreentrant", autocast=True
+    ),
+    "H stage 1, 2 stages, 1f1b, autocast": dict(P, stage=1, world=2, stages=2, autocast=True),
     "A stage 3, 2 ranks, fp32": dict(A, stage=3, world=2),
     "A stage 3, 2 ranks, bf16": dict(A, stage=3, world=2, bf16=True),
     "A stage 2, 2 ranks, fp32": dict(A, stage=2, world=2),
@@ -211,6 +218,8 @@ def make_config(case: dict) -> dict:
         out["deepc"] = {"pipeline": {"schedule": case.get("schedule", "1f1b")}}
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
+    if case.get("autocast"):
+        out["torch_autocast"] = {"enabled": True}
     return out
 
 

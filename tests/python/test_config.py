@@ -402,7 +402,6 @@ def test_bad_values_name_key_value_file_and_fix(path, value, text, tmp_path):
 
 
 LATER = [
-    ("torch_autocast.enabled", True, "torch.autocast"),
     ("elasticity.enabled", True, "elastic"),
     ("autotuning.enabled", True, "autotuning"),
     ("data_efficiency.data_routing.enabled", True, "random-LTD"),
@@ -413,7 +412,6 @@ LATER = [
     ("compile.deepcompile", True, "DeepCompile"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
     ("expert_parallel.enabled", True, "expert parallelism"),
-    ("managed_gradient_accumulation", False, "owned by the caller"),
 ]
 
 

@@ -102,9 +102,9 @@ def run(
         try:
             for step in range(steps):
                 g = torch.Generator().manual_seed(100 * step + rank)
-                out.loss = engine(torch.randn(4, 8, generator=g)).float().square().mean() * (
-                    float("inf") if step in bad else 100.0
-                )
+                made = engine(torch.randn(4, 8, generator=g))
+                out.computed = made.dtype
+                out.loss = made.float().square().mean() * (float("inf") if step in bad else 100.0)
                 engine.backward(out.loss)
                 if step == 0 and engine.state.acc.numel():
                     out.sums = engine.state.acc.clone()
@@ -553,6 +553,9 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "bf16.enabled": ({}, True, of("dtype")),
     "bf16.check_grad_overflow": ({"bf16": {"enabled": True}}, False, of("applied", bad=(1,))),
     "gradient_clipping": (SGD, 0, of("weights")),
+    "torch_autocast.enabled": ({}, True, of("computed")),
+    "torch_autocast.dtype": ({"torch_autocast": {"enabled": True}}, "fp16", of("computed")),
+    "managed_gradient_accumulation": ({"gradient_accumulation_steps": 2}, False, of("applied")),
     "prescale_gradients": ({"gradient_predivide_factor": 8}, True, of("sums")),
     "gradient_predivide_factor": ({}, 8, of("sums")),
     "gradient_allreduce_op": ({**SGD, "gradient_clipping": 0.0}, "sum", on_ranks("weights")),  # clipped, both are alike

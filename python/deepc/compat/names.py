@@ -180,6 +180,12 @@ MODULES: dict[str, str] = {
     "runtime.fp16.onebit.lamb": "deepc.compat.runtime.optimizers: OnebitLamb",
     "runtime.fp16.onebit.zoadam": "deepc.compat.runtime.optimizers: ZeroOneAdam",
     "runtime.fp16.unfused_optimizer": "deepc.zero.step.update: FP16_UnfusedOptimizer=ShardedOptimizer",
+    "runtime.torch_autocast": (
+        """
+        deepc.compat.runtime.settings.autocast: LOWER_PRECISION_SAFE_MODULES PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_all_comm_dtypes
+            get_comm_dtype get_default_autocast_lower_precision_modules has_comm_dtype init_autocast_params
+        """
+    ),
     "runtime.fp16.loss_scaler": "deepc.engine.policy.precision: DynamicLossScaler LossScaler=StaticLossScaler",
     "runtime.lr_schedules": (
         """

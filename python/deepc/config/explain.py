@@ -93,7 +93,7 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
     out = Check(name, world, device, said)
     try:
         config = Config.read(loader)
-        out.precision, out.defaults = config.dtype, list(config.defaults)
+        out.precision, out.defaults = config.precision_in_words, list(config.defaults)
     except ConfigError:
         out.errors = [_wrong(text, name) for text in loader.errors]
     out.batch = _batch(loader)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..core.dtypes import TRAINED_NAMES
+from ..core.dtypes import BFLOAT16, FLOAT16, TRAINED_NAMES, names_of
 
 
 class State(Enum):
@@ -126,7 +126,13 @@ KEYS: tuple[Key, ...] = (
         gt=0,
         auto=True,
     ),
-    _later("managed_gradient_accumulation", "bool", True, "accumulation boundaries owned by the caller"),
+    _active(
+        "managed_gradient_accumulation",
+        "bool",
+        True,
+        "engine.step() counts micro-batches, and updates at every gradient_accumulation_steps-th; false: every"
+        " engine.step() updates, with what the backwards since the last one have added up.",
+    ),
     # ---- printing and logging ----------------------------------------------------------------------------------------
     _active(
         "steps_per_print",
@@ -256,9 +262,27 @@ KEYS: tuple[Key, ...] = (
         False,
         'bf16 optimizer states that are rounded to nearest (optimizer.params.state_dtype "bf16": stochastically)',
     ),
-    _later("torch_autocast.enabled", "bool", False, "torch.autocast inside the engine"),
-    _later("torch_autocast.dtype", "str", None, "torch.autocast inside the engine", ok=ANY),
-    _later("torch_autocast.lower_precision_safe_modules", "strings", None, "torch.autocast inside the engine", ok=ANY),
+    _active(
+        "torch_autocast.enabled",
+        "bool",
+        False,
+        "Forwards run under torch.autocast; parameters, gradients and states keep their dtype (docs/precision.md).",
+    ),
+    _active(
+        "torch_autocast.dtype",
+        "str",
+        "bf16",
+        "What autocast computes in; fp16 scales the loss, as torch.amp.GradScaler does.",
+        choices=tuple(n for d in (BFLOAT16, FLOAT16) for n in names_of(d)),
+    ),
+    _inert(
+        "torch_autocast.lower_precision_safe_modules",
+        "strings",
+        None,
+        "Classes of modules whose parameters and gradients are sent in torch_autocast.dtype.",
+        "inside a node nothing is sent, and between nodes everything goes in the parameters' dtype, which loses"
+        " nothing (communication_data_type sends all gradients in another one)",
+    ),
     _active(
         "data_types.grad_accum_dtype",
         "str",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, did_you_mean
 from .curriculum import CurriculumScheduler
 from .keys import (
@@ -114,6 +115,7 @@ class Loader:
         self.optimizer, self.scheduler = self._optimizer(), self._scheduler()
         self._rates_of_muon()
         self._reduction_rules()
+        self._boundary_rules()
         self._precision_rules()
         self._offload_rules()
         self._activation_rules()
@@ -295,6 +297,18 @@ class Loader:
             if here:
                 self.fail(path, given, f"is not supported with {what}. Use mean, or remove the other.")
 
+    def _boundary_rules(self) -> None:
+        path = "managed_gradient_accumulation"
+        limits = {
+            "pipelines, whose train_batch is a whole step (pipeline.stages)": (self.get("pipeline.stages") or 1) > 1,
+            'deepc.deterministic = "layout", which has to know the number of micro-batches before': (
+                self.get("deepc.deterministic") is not None
+            ),
+        }
+        for what, here in limits.items():
+            if here and not self.get(path):
+                self.fail(path, False, f"does not go with {what}. Remove one of the two.")
+
     def _precision_rules(self) -> None:
         narrow = self.get("data_types.grad_accum_dtype") or "fp32"
         if narrow != "fp32" and self.get("deepc.deterministic") is not None:
@@ -314,6 +328,22 @@ class Loader:
                     AUTO,
                     f"chooses between bf16 and fp32 by itself, and {path} is given too. Remove one of them.",
                 )
+        cast, on = dtype_named(self.get("torch_autocast.dtype")).short, self.get("torch_autocast.enabled")
+        for path in ("fp16.enabled", "bf16.enabled"):
+            if on and self.get(path) and not path.startswith(cast):
+                self.fail(
+                    "torch_autocast.dtype",
+                    cast,
+                    f"is another 16-bit type than that of {path}, and torch_autocast.enabled is true too. Set one of"
+                    " the two to false, or this to the other's type.",
+                )
+        if auto and on:
+            self.fail(
+                "torch_autocast.enabled",
+                True,
+                'does not go with "precision": "auto", which changes what the model itself computes in. Remove one of'
+                " them.",
+            )
         for path in (k.path for k in KEYS if k.section == "deepc.precision"):
             if path in self.values and not auto:
                 self.inert.append(InertKey(path, self.values[path], 'it needs "precision": "auto"'))

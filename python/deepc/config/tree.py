@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ..core import cpu
+from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError
 from .keys import KEYS, OPTIMIZER_PARAMS, TABLE, Key, State
 from .rules import TRIANGLE, InertKey, Loader, OptimizerConfig, SchedulerConfig, default_optimizer
@@ -99,6 +100,14 @@ class Bf16Config:
 
     enabled: bool
     check_grad_overflow: bool
+
+
+@dataclass(frozen=True)
+class TorchAutocastConfig:
+    """Section torch_autocast. dtype: "bf16" or "fp16", what autocast computes in."""
+
+    enabled: bool
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -401,6 +410,7 @@ class Config:
     train_batch_size: int | None
     train_micro_batch_size_per_gpu: int | None
     gradient_accumulation_steps: int | None
+    managed_gradient_accumulation: bool
     steps_per_print: int | None
     wall_clock_breakdown: bool
     memory_breakdown: bool
@@ -418,6 +428,7 @@ class Config:
     precision: str | None
     fp16: Fp16Config
     bf16: Bf16Config
+    torch_autocast: TorchAutocastConfig
     zero: ZeroConfig
     aio: AioConfig
     activation_checkpointing: ActivationCheckpointingConfig
@@ -453,6 +464,21 @@ class Config:
             # On a GPU the engine refuses "auto"; every GPU that torch still runs on since sm_80 has bf16.
             return cpu.recommended_dtype()[0] if self.device_type == "cpu" else "bf16"
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def autocast(self) -> str | None:
+        """ "bf16" or "fp16": what forwards compute in under torch.autocast; None where they do not run under it."""
+        return self.torch_autocast.dtype if self.torch_autocast.enabled else None
+
+    @property
+    def precision_in_words(self) -> str:
+        """`dtype`, with what forwards compute in under torch.autocast."""
+        return f"{self.dtype}, autocast {self.autocast}" if self.autocast else self.dtype
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may be of several micro-batches."""
+        return not self.managed_gradient_accumulation or (self.gradient_accumulation_steps or 1) > 1
 
     @property
     def pre_scale(self) -> float:
@@ -502,7 +528,8 @@ class Config:
     def explain(self) -> str:
         """What this configuration means: every active key with its value, where that comes from and what it does; then
         what is inert."""
-        lines = [f"configuration from {self.source}, {self.world_size} rank(s) on {self.device_type}, {self.dtype}"]
+        where = f"{self.world_size} rank(s) on {self.device_type}"
+        lines = [f"configuration from {self.source}, {where}, {self.precision_in_words}"]
         for row in KEYS:
             value = _MISSING if row.state is not State.ACTIVE else self._value(row)
             if value is _MISSING:
@@ -548,6 +575,9 @@ def _build(asked: Loader) -> Config:
         scheduler=asked.scheduler,
         fp16=_fill(asked, Fp16Config, "fp16"),
         bf16=_fill(asked, Bf16Config, "bf16"),
+        torch_autocast=_fill(
+            asked, TorchAutocastConfig, "torch_autocast", dtype=dtype_named(asked.get("torch_autocast.dtype")).short
+        ),
         zero=_fill(
             asked,
             ZeroConfig,

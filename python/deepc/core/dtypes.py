@@ -83,6 +83,12 @@ def find(name: object) -> DType | None:
     return name if isinstance(name, DType) else _BY_NAME.get(str(name).removeprefix("torch."))
 
 
+def names_of(kind: DType) -> tuple[str, ...]:
+    """All names that `find` knows it by, the one that a configuration writes first."""
+    known = [n for n, d in _BY_NAME.items() if d == kind and n != kind.short]
+    return (kind.short, *known, *(f"torch.{n}" for n in known))
+
+
 def dtype(name: object, among: tuple[DType, ...] = TABLE) -> DType:
     """`find`, but ArgumentError naming those of `among` for any other."""
     found = find(name)

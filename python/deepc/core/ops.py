@@ -4,6 +4,7 @@ The kernels themselves are C; shapes for torch.compile and the formulas of the d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -68,6 +69,13 @@ def torch_dtype(dtype: dtypes.DType | str) -> torch.dtype:
 def dtype_of(dtype: torch.dtype) -> dtypes.DType:
     """The inverse of `torch_dtype`. ArgumentError for what the table lacks (complex128 and quantised types)."""
     return _DTYPES[dtype] if dtype in _DTYPES else dtypes.dtype(dtype)
+
+
+def autocast(dtype: dtypes.DType | str | None, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
+    """torch.autocast in `dtype` on the kind of `device`; None: nothing changes."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=torch_dtype(dtype))
 
 
 def name_of(dtype: torch.dtype) -> str:

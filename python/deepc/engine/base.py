@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from ..comm.groups import end_with
-from ..core import memory
+from ..core import memory, ops
 from ..core.foreign import private
 from ..errors import DeepcError, MisuseError, UnsupportedError
 from ..parallel.axes import opened_comms
@@ -186,10 +186,12 @@ class EngineBase(ModelWrapper):
     resumes_data = True  # load_checkpoint takes training_dataloader to where it was
     whole_logits = False  # of a vocabulary that is cut, beside the loss, where tensor_parallel says nothing of it
 
-    # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.
+    # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows. _stepping: inside of step().
     global_steps = global_samples = micro_steps = skipped_steps = 0
+    step_samples = 0  # of the last step, on all ranks
+    _backwards = 0  # since it
     _boundary: bool | None = None
-    _scaled = False
+    _scaled = _stepping = _said_autocast = False
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
@@ -270,13 +272,35 @@ class EngineBase(ModelWrapper):
 
     # ---- the state of the loop ---------------------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next step() updates the parameters."""
+        """True if the next step() updates the parameters. With managed_gradient_accumulation false every one does, and
+        this is True while it runs, as in DeepSpeed: no backward is known to be the last."""
+        if not self._config.managed_gradient_accumulation:
+            return self._stepping
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
+    def samples_of_step(self) -> int:
+        """On all ranks, of the step at hand: train_batch_size, or where the script says what a step is, the
+        micro-batches that had a backward."""
+        if self._config.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return self._backwards * self.train_micro_batch_size_per_gpu() * self.mesh.dp
+
+    @property
+    def in_accumulation(self) -> bool:
+        """Whether there were micro-batches of a step that has not been made."""
+        if self._config.managed_gradient_accumulation:
+            return self.micro_steps % self.gradient_accumulation_steps() != 0
+        return self.hooks.accumulated or self.hooks.left_behind
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count of micro-batches until called again."""
+        if not self._config.managed_gradient_accumulation:
+            raise MisuseError(
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) with managed_gradient_accumulation false:"
+                " every engine.step() is a boundary; leave the call out, or the key"
+            )
         self._boundary = is_boundary
 
     @property
@@ -305,12 +329,31 @@ class EngineBase(ModelWrapper):
         return name_of(self.dtype)
 
     @property
+    def precision_in_words(self) -> str:
+        """The same, with what forwards compute in under torch.autocast."""
+        return self.precision if self.auto_precision is not None else self._config.precision_in_words
+
+    @private.uncompiled
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What a forward runs in: torch.autocast where the configuration asks for it, whatever the script has
+        entered."""
+        asked, kind = self._config.autocast, self.device.type
+        if asked is not None and not self._said_autocast and torch.is_autocast_enabled(kind):
+            outside, inside = torch.get_autocast_dtype(kind), ops.torch_dtype(asked)
+            if outside != inside:
+                self._said_autocast = True
+                text = f"torch.autocast in {ops.name_of(outside)} is entered around the engine: its forwards run in"
+                say(self, f"{text} {ops.name_of(inside)} (torch_autocast.dtype)")
+        return ops.autocast(asked, kind)
+
+    @property
     def auto_precision(self) -> AutoPrecision | None:
         """The state of `"precision": "auto"`, or None."""
         return self.step_policy.auto
 
     def publish(self) -> None:
         """What reads parameters sees the new ones. Collective."""
+        torch.clear_autocast_cache()  # which is kept as long as a script stays in torch.autocast
         self.guard.publish()
 
     def ties(self) -> dict[str, str]:

@@ -89,6 +89,7 @@ class Engine(EngineBase):
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),
                 casts_are_told(self.module, self.state),
+                self.autocast(),
             ):
                 out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():
@@ -125,6 +126,7 @@ class Engine(EngineBase):
                     with self.hooks.running(self.loss_scale):
                         scaled.backward(retain_graph=retain_graph)
                 told = out.detach()
+                self._backwards += 1
                 self.step_policy.after_backward(told)
         finally:
             self.events.end("backward", told)
@@ -231,6 +233,7 @@ class Engine(EngineBase):
         self.require_alive("step")
         result = None
         self.events.begin("step")
+        self._stepping = True
         try:
             with self._death_is_told():
                 if self.broken_step:
@@ -246,6 +249,7 @@ class Engine(EngineBase):
                     return self._last
                 result = self._step(self._advance(lr_kwargs))
         finally:
+            self._stepping = False
             self.events.end("step", result)
         return result
 
@@ -271,7 +275,9 @@ class Engine(EngineBase):
         self.hooks.reset()
         self.state.gradients_end()
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.step_samples = self.samples_of_step()
+        self.global_samples += self.step_samples
+        self._backwards = 0
         if result.applied:
             self.skips.applied()
         else:
@@ -443,8 +449,10 @@ class Engine(EngineBase):
         """anew: the next micro-batch is the step's first one."""
         self.hooks.discard()
         self.step_policy.discard(anew)
+        self._backwards = 0
         if anew:
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            if self._config.managed_gradient_accumulation:
+                self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self.broken_pass = False
         self.events.end("discard")
 

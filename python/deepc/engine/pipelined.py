@@ -124,6 +124,7 @@ class PipelineEngine(Engine):
             "GPUs": self.device.type != "cpu",
             '"precision": "auto"': self.auto_precision is not None,
             'deepc.deterministic = "layout"': self.step_policy.one_gradient,
+            "managed_gradient_accumulation false": not self._config.managed_gradient_accumulation,
         }
         if found := [what for what, is_so in here.items() if is_so]:
             self.destroy()
@@ -385,6 +386,7 @@ class PipelineEngine(Engine):
                 self.activations.around(),
                 self.recomputation.around((received, read), stage),
                 casts_are_told(self.module, self.state, self._elsewhere),
+                self.autocast(),
             ):
                 call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
                 out = self.part.run(call, stage, received, batch, self._wants_loss)

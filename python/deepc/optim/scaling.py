@@ -144,6 +144,18 @@ class DynamicLossScaler:
         self.step_count, self.last_overflow_step = int(state["step_count"]), int(state["last_overflow_step"])
 
 
+class AutocastLossScaler(DynamicLossScaler):
+    """That of torch.amp.GradScaler, with its numbers: halves at every overflow, and doubles at every 2000th step
+    without one since the last. DeepSpeed's has one step more."""
+
+    def __init__(self) -> None:
+        super().__init__(2.0**16, window=2000, min_scale=2.0**-126, hysteresis=1)
+
+    def _stable(self) -> None:
+        if (self.step_count - self.last_overflow_step) % self.window == 0:
+            self.loss_scale *= self.FACTOR
+
+
 def check_scaler_state(scaler: Any, state: dict[str, Any]) -> None:
     if set(state) != set(scaler.state_dict()):
         raise CheckpointError(

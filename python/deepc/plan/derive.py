@@ -215,6 +215,7 @@ def derive(
         gradients_as=gradients_as,
         parameters_as=parameters_as,
         wire=wire,
+        autocast=dtype_named(config.autocast) if config.autocast else None,
         accumulator=accumulator,
         disk=disk,
         gradient_buffers=tree,

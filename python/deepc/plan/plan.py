@@ -112,6 +112,7 @@ class Plan:
     gradients_as: str = ""  # between nodes: "int4" (ZeRO++'s qgZ), or "" for the wire dtype
     parameters_as: str = ""  # between nodes: "int8" (ZeRO++'s qwZ), or "" for the parameters' dtype
     wire: DType = FLOAT32  # of gradients
+    autocast: DType | None = None  # what forwards compute in under torch.autocast
     accumulator: DType = FLOAT32  # of what a rank accumulates of them (data_types.grad_accum_dtype)
     disk: DiskStates | None = None  # optimizer states on disk (offload_optimizer.device nvme); None: in memory
     gradient_buffers: int = (
@@ -170,6 +171,11 @@ class Plan:
         return self.dtype != FLOAT32 or bool(self.parameters_as)
 
     @property
+    def computes_in(self) -> DType:
+        """What matrix products are of."""
+        return self.autocast or self.dtype
+
+    @property
     def crossing_dtype(self) -> DType:
         """Of uncompressed gradients between nodes: the wire's, but parts of the tree are sums and travel unrounded."""
         return FLOAT32 if self.gradient_buffers else self.wire
@@ -207,7 +213,8 @@ class Plan:
             (
                 f"plan: ZeRO stage {self.stage}, {self.world} rank{'s' * (self.world > 1)} ({self.ranks_per_node} on"
                 f" this node), {self.device}, {self.dtype}"
-                f" parameters{' + fp32 masters' if self.has_master else ''}, transport"
+                f" parameters{' + fp32 masters' if self.has_master else ''}"
+                f"{f' under torch.autocast in {self.autocast}' if self.autocast else ''}, transport"
                 f" {self.transport}{', parameters streamed' if self.mode == 'streamed' else ''}"
                 f"{' from host memory' if self.parameters_in_host else ''}"
             ),

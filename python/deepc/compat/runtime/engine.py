@@ -29,7 +29,7 @@ from ..helpers.timer import EngineTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import checkpointing, optimizers, zero_to_fp32
 from .parameters import NoHooks
-from .settings import models
+from .settings import autocast, models
 from .zero import grad as zero_grad
 
 # The optimizers whose names DeepSpeed gives in small letters, however the configuration has them; others' as they are.
@@ -117,6 +117,10 @@ class DeepSpeedEngine(Engine):
         self.client_optimizer = optimizer
         self.tput_timer = EngineTimer(self.module, self.train_batch_size())
         self.events.add(self.tput_timer)
+        if self.torch_autocast_enabled():
+            autocast.init_autocast_params(
+                self, self.torch_autocast_dtype(), self.torch_autocast_lower_precision_safe_modules()
+            )
         if not self._inference_only:  # else it would stand for the one that trains the model
             zero_grad.follow(self)
         if optimizer is None:
@@ -137,7 +141,7 @@ class DeepSpeedEngine(Engine):
     def _zero_grad_keeps(self) -> bool:
         if self.part is not None or self._step_raised or self.zero_optimization_stage() == 0:
             return False
-        return self.micro_steps % self.gradient_accumulation_steps() != 0
+        return self._config.managed_gradient_accumulation and self.in_accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `module.zero_grad()`, like DeepSpeed's. In the middle of an accumulation it can't drop what a backward has
@@ -312,6 +316,19 @@ class DeepSpeedEngine(Engine):
     def initial_dynamic_scale(self) -> float:
         return 2.0**self._config.fp16.initial_scale_power
 
+    def torch_autocast_enabled(self) -> bool:
+        return self._config.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return torch_dtype(self._config.torch_autocast.dtype)
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        given = self._section("torch_autocast").get("lower_precision_safe_modules")
+        return autocast.get_default_autocast_lower_precision_modules() if given is None else given
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self._config.managed_gradient_accumulation
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(of the model, of the gradients' accumulation)."""
         return self.dtype, torch_dtype(self.plan.accumulator)
@@ -430,7 +447,7 @@ class DeepSpeedEngine(Engine):
     def _set_batch(self, **sizes: int) -> None:
         if self.step_policy.fixed_batch:
             raise UnsupportedError('the batch is fixed with deepc.deterministic = "layout"')
-        if self.micro_steps % self.gradient_accumulation_steps():
+        if self.in_accumulation:
             raise ArgumentError("batch sizes can be changed between two optimizer steps, not inside an accumulation")
         given: dict[str, Any] = {**sizes}
         self._config = dataclasses.replace(self._config, **given)

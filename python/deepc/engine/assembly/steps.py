@@ -18,7 +18,7 @@ from ...comm import start as comm
 from ...config.rules import default_optimizer
 from ...config.tree import Config
 from ...core import cpu, env, memory
-from ...core.ops import casts, dtype_of
+from ...core.ops import casts, dtype_of, torch_dtype
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name, in_both_kinds
@@ -564,17 +564,18 @@ def check_disk(engine: EngineBase) -> None:
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_matmul(engine: EngineBase) -> None:
-    """16-bit training on a CPU without the arithmetic, or where it is slow: products go through fp32."""
-    if engine.device.type != "cpu" or engine.dtype == torch.float32:
+    """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32."""
+    dtype = torch_dtype(engine.plan.computes_in)
+    if engine.device.type != "cpu" or dtype == torch.float32:
         return
-    native, why = (precision.bf16_arithmetic if engine.dtype == torch.bfloat16 else precision.fp16_arithmetic)()
+    native, why = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()
     if not native:
         from ...nn import matmul
 
-        matmul.install(engine.dtype)
+        matmul.install(dtype)
         say(
             engine,
-            f"matrix products in {str(engine.dtype).removeprefix('torch.')} are computed in fp32 and rounded ({why})",
+            f"matrix products in {str(dtype).removeprefix('torch.')} are computed in fp32 and rounded ({why})",
         )
 
 
@@ -628,7 +629,7 @@ def make_state(engine: EngineBase, named: Named, tier: DiskTier | None) -> Model
             engine.group,
             engine.device,
             host=engine.device.type == "cuda" and config.zero.offload_optimizer.device != "none",
-            accumulates=(config.gradient_accumulation_steps or 1) > 1,
+            accumulates=config.accumulates,
             tier=tier,
         )
     except DiskError as exc:

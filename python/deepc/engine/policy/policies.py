@@ -165,6 +165,7 @@ class Plain:
                 " engine.scale(loss).backward()"
             )
         engine._scaled = False
+        engine._backwards += 1
         return boundary, self.bare_backward()
 
     def bare_backward(self) -> float:

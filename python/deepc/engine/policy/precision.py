@@ -13,7 +13,7 @@ from ...core.dtypes import dtype as dtype_named
 from ...core.ops import dtype_of
 from ...core.ops import torch_dtype as _torch_dtype
 from ...errors import CheckpointError
-from ...optim.scaling import DynamicLossScaler, LossScaleError, StaticLossScaler
+from ...optim.scaling import AutocastLossScaler, DynamicLossScaler, LossScaleError, StaticLossScaler
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +55,10 @@ def choose_dtype(config: Config) -> torch.dtype:
 
 
 def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
-    """The scaler of a configuration; None when fp16 is off (bf16 and fp32 need none)."""
+    """The scaler of a configuration; None when nothing is computed in fp16 (bf16 and fp32 need none)."""
     fp16 = config.fp16
     if not fp16.enabled:
-        return None
+        return AutocastLossScaler() if config.autocast == FLOAT16.short else None
     if not fp16.dynamic:
         return StaticLossScaler(fp16.loss_scale)
     return DynamicLossScaler(

@@ -153,7 +153,9 @@ def _load(engine: EngineBase, reader: CheckpointReader, state: dict[str, Any], w
     engine.broken_pass = False
     engine.hooks.discard()
     engine.step_policy.discard(anew=True)
-    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # of the step that is given up
+    engine._backwards = 0
+    if engine._config.managed_gradient_accumulation:
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # of the step that is given up
     engine.skips.applied()
     _publish(engine)
     try:
@@ -450,7 +452,7 @@ def _load_engine_state(engine: EngineBase, saved: dict[str, Any], what: What) ->
         engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
         engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
         engine.curriculum.load_state_dict(saved.get("curriculum", {}))
-        if saved["world_size"] != engine.everyone.world or engine.micro_steps % engine.gradient_accumulation_steps():
+        if saved["world_size"] != engine.everyone.world or engine.in_accumulation:
             engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if what.optimizer_states and engine.scaler is not None and saved["scaler"] is not None:
         engine.scaler.load_state_dict(saved["scaler"])

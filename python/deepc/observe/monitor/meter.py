@@ -25,6 +25,7 @@ import torch
 
 from ...core import env
 from ...core.lib import counters
+from ...core.ops import torch_dtype
 from ...core.telemetry import waits
 from ...engine.events import Listener
 from ...errors import ArgumentError
@@ -323,7 +324,7 @@ class Meter(Listener):
         seconds = now - (self._began if self._began is not None else self._entered)
         # Peers also wait for what this rank did between its steps (an evaluation, a print), which is not in `seconds`.
         data, communication = min(data, seconds), min(communication, seconds)
-        samples = self._engine.train_batch_size()  # of this step: scripts may change it between two
+        samples = self._engine.step_samples
         self._tokens_total += tokens
         self._raw = (
             result,
@@ -375,7 +376,7 @@ class Meter(Listener):
             "loss_scale": engine.loss_scale if engine.scaler is not None else None,
             "skipped": not result.applied,
             "skipped_steps": engine.skipped_steps,
-            "precision": engine.precision,
+            "precision": engine.precision_in_words,
             "samples_per_s": samples / seconds,
             "tokens_per_s": tokens / seconds if tokens else None,
             "tflops": flops / seconds / 1e12 if flops else None,
@@ -453,7 +454,9 @@ class Meter(Listener):
         """The last step, with rates, times and waits over the steps since the last line."""
         if self._peak is None and self._now.get("tflops"):
             engine = self._engine
-            self._peak = counts.job_peak(engine.dtype, engine.device, engine.everyone.node_sizes)
+            self._peak = counts.job_peak(
+                torch_dtype(engine.plan.computes_in), engine.device, engine.everyone.node_sizes
+            )
         sums, record = self._sums, {**self._now, **self._ahead()}
         record.update(sums.rates(self._peak and self._peak_above(sums.flops / (sums.seconds or 1e-9))))
         if self._own:
@@ -469,7 +472,7 @@ class Meter(Listener):
         """The peak, beside FLOP/s that were reached. One that was measured, which other work may have slowed, is
         measured again if they are more, a few times, and is at least these."""
         assert self._peak is not None  # the caller has looked
-        dtype, device = self._engine.dtype, self._engine.device
+        dtype, device = torch_dtype(self._engine.plan.computes_in), self._engine.device
         if rate > self._peak and counts.is_measured(dtype, device):
             if self._may_measure:
                 self._may_measure -= 1
@@ -674,7 +677,7 @@ class Meter(Listener):
         if self._flops_a_step is not None:
             return self._flops_a_step
         if self._flops_a_sample is not None:
-            mine: float = self._flops_a_sample * self._engine.train_batch_size() / self._world
+            mine: float = self._flops_a_sample * self._engine.samples_of_step() / self._world
             return mine
         return self._flops if self._flops_a_token is None else self._flops_a_token * self._tokens
 

@@ -63,7 +63,7 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
             "flops_per_token": meter.flops_per_token,
         },
         "stage": plan.stage,
-        "precision": engine.precision,
+        "precision": engine.precision_in_words,
         "batch": {
             "train": config.train_batch_size,
             "micro": config.train_micro_batch_size_per_gpu,

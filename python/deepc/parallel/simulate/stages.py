@@ -67,7 +67,8 @@ class StageOnPaper:
     """What the engine (engine/pipelined.py) does with a rank's stages, for plan/predict/dryrun.
 
     part: of the model that this rank holds. rank: of the pipeline. world: data-parallel ranks. micro_batches: of the
-    engine's batch; self.micro_batches: those that are run. shared: of ranks that share experts."""
+    engine's batch; self.micro_batches: those that are run. shared: of ranks that share experts. autocast: of the
+    configuration."""
 
     def __init__(
         self,
@@ -77,11 +78,12 @@ class StageOnPaper:
         world: int,
         boundaries: Sequence[Boundary],
         shared: SharedGradients | None = None,
+        autocast: str | None = None,
     ) -> None:
         count = part.order.stages
         hops = HopsOnPaper(boundaries, lambda tag: tag // Stages.KINDS % count)
         self._part, self._stages = part, Stages(part, range(part.mesh.pp), rank, hops)
-        self.away = part.elsewhere
+        self.away, self._autocast = part.elsewhere, autocast
         self._shared = shared
         shares = world > 1 or shared is not None
         self.sums = shares or part.order.chunks > 1 or self._stages.splits(micro_batches)
@@ -143,7 +145,7 @@ class StageOnPaper:
     # ---- of the runtime (parallel/pipeline/runtime.py) ---------------------------------------------------------------
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
         model = self._model
-        with self._again.around((received, self._part.inputs(batch)), stage):
+        with self._again.around((received, self._part.inputs(batch)), stage), ops.autocast(self._autocast, "cpu"):
             out = self._part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
         self._saved = max(self._saved, self._live())
         return out
@@ -222,14 +224,16 @@ class CutOnPaper(CutModel):
         self._boundaries: list[Boundary] = []
         if batch is not None:
             self._boundaries = _boundaries(self, model, config, batch, dtype)
-        self._shared = shared_gradients(model, config)
+        self._shared, self._autocast = shared_gradients(model, config), config.autocast
         memory.trim_heap()  # what is freed from here on is the model's
 
     def stage(self, rank: int) -> StageOnPaper:
         """That of a rank of the pipeline. The model is spoilt: what is another's is on the meta device."""
         self._here = rank
         self.ties, self.elsewhere = self._share_out()
-        return StageOnPaper(self, rank, self._micro_batches, self._world, self._boundaries, self._shared)
+        return StageOnPaper(
+            self, rank, self._micro_batches, self._world, self._boundaries, self._shared, self._autocast
+        )
 
     def _now_s(self) -> float:
         return self._work.seconds
@@ -304,7 +308,7 @@ def on_paper(
     data-parallel ranks. dtype: what the model is trained in. batch: a micro-batch. shared: of ranks that share
     experts."""
     boundaries = _boundaries(part, model, config, batch, dtype, shared)
-    return StageOnPaper(part, rank, config.gradient_accumulation_steps or 1, world, boundaries, shared)
+    return StageOnPaper(part, rank, config.gradient_accumulation_steps or 1, world, boundaries, shared, config.autocast)
 
 
 @contextlib.contextmanager
@@ -343,7 +347,8 @@ def _boundaries(
         casts = config.fp16.enabled and config.fp16.auto_cast
         batch = empty_like(batch, dtype if casts else None)
         for stage in range(part.order.stages - 1):
-            out = part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
+            with ops.autocast(config.autocast, "cpu"):
+                out = part.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch)
             tensors = out if isinstance(out, tuple) else (out,)
             template = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
             found.append((isinstance(out, tuple), template))

@@ -75,7 +75,9 @@ def refuse_unequal(
     rows = [
         ("zero_optimization.stage", str(config.zero.stage)),
         ("gradient_accumulation_steps", str(config.gradient_accumulation_steps)),
+        ("managed_gradient_accumulation", str(config.managed_gradient_accumulation)),
         ("the training precision", str(dtype)),
+        ("torch_autocast", str(config.autocast)),
         ("the optimizer", type(optimizer.base).__name__),
     ]
     for i, (name, p) in enumerate(named):

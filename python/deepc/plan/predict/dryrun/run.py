@@ -227,6 +227,7 @@ def run(
     keeps_frozen: bool,
     handed: bool = False,
     cast_inputs: bool = False,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     budget: int | None = None,
     staged: Staged | None = None,
     sums_in: torch.dtype = torch.float32,
@@ -240,7 +241,8 @@ def run(
     is there. handed: initialize hands each trained parameter to all ranks by a copy in fp32. update(fake parameters,
     known) makes a function that does a torch optimizer's step on shards, or None.
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
-    buffers: that buffers are cast to (data_types.buffer_dtype).
+    buffers: that buffers are cast to (data_types.buffer_dtype). autocast: what the model's forward runs in (a rank's
+    stages of a pipeline know theirs).
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
     forward, "largest_gradient"; what of the forward is "recomputed", in words; and of the
@@ -284,7 +286,7 @@ def run(
             if staged is not None:
                 saved = max(saved, staged.train(model, batch, reducer, lambda: tracker.live))
             else:
-                saved = _micro_batches(model, batch, loss_fn, accumulation, reducer, again, tracker, saved)
+                saved = _micro_batches(model, batch, loss_fn, accumulation, reducer, again, autocast, tracker, saved)
             if step is not None:
                 step()
             if sums is not None:
@@ -351,14 +353,20 @@ def _micro_batches(
     accumulation: int,
     reducer: Reducer,
     again: WithoutValues,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     tracker: Any,
     saved: int,
 ) -> int:
     """A step's. Returns `saved`: bytes at the end of a first forward."""
+
+    def forward() -> Any:
+        with autocast():
+            return call_model(model, batch)
+
     for _ in range(accumulation):
         reducer.begin()
         with again.around(batch):
-            loss = loss_of(call_model(model, batch), batch, loss_fn)
+            loss = loss_of(forward(), batch, loss_fn)
         if not saved or again.budget is not None:  # the first forward recomputes all
             saved = max(saved, tracker.live)
         (loss / accumulation if accumulation > 1 else loss).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Union
 
 from ....config.rules import default_optimizer
 from ....config.tree import Config
-from ....core import memory
+from ....core import memory, ops
 from ....core.dtypes import dtype as dtype_named
 from ....core.ops import torch_dtype
 from ....errors import ArgumentError, UnsupportedError
@@ -466,7 +467,7 @@ def predict(
             layout=plan.layout,
             slots=SLOTS if plan.world > 1 else 0,
             own_all=plan.own_all,
-            leases=gas == 1 and plan.core_reduces,
+            leases=not config.accumulates and plan.core_reduces,
             acc_color=memory.COLORS["acc"],
             acc_size=plan.accumulator.itemsize,
             accumulation=gas if gas <= 4 else 4,
@@ -475,6 +476,7 @@ def predict(
             keeps_frozen=plan.stage < 3,
             handed=plan.has_master and plan.world > 1,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
+            autocast=functools.partial(ops.autocast, config.autocast, plan.device),
             budget=config.activation_checkpointing.budget,
             staged=staged,
             sums_in=torch_dtype(plan.accumulator),

@@ -119,7 +119,7 @@ def state_rows(
 
 
 def _generates(plan: Plan) -> bool:
-    native, _ = cpu.bf16_arithmetic() if plan.dtype.name == "bfloat16" else cpu.fp16_arithmetic()
+    native, _ = cpu.bf16_arithmetic() if plan.computes_in.name == "bfloat16" else cpu.fp16_arithmetic()
     return plan.device == "cpu" and native
 
 
@@ -133,7 +133,7 @@ def _merge(rows: Sequence[Row]) -> list[Row]:
 
 def _kernels(plan: Plan, run: dict[str, Any] | None) -> int:
     """How many oneDNN makes for numbers of rows of experts in 16 bits."""
-    if run is None or not run["products"] or plan.dtype.itemsize >= 4 or not _generates(plan):
+    if run is None or not run["products"] or plan.computes_in.itemsize >= 4 or not _generates(plan):
         return 0
     new = NEW_NUMBERS_AMX if "amx_bf16" in cpu.cpu_flags() else NEW_NUMBERS
     return min(MOST_KERNELS, int(new * run["products"] * 3))  # a forward's product has two in backward
@@ -207,7 +207,7 @@ def assembled(
     shared = sum(r.shared for r in rows)
     host = sum(r.host for r in rows)
     freed = (run["freed"] if run is not None else -trained * 4) + gone
-    code = 0 if gpu else CODE_BYTES if plan.dtype.itemsize == 4 else CODE_BYTES_16BIT
+    code = 0 if gpu else CODE_BYTES if plan.computes_in.itemsize == 4 else CODE_BYTES_16BIT
     copy_ = largest * 4 if plan.has_master and plan.world > 1 else 0  # one at a time goes to all ranks in fp32
     looked -= code - CODE_BYTES_LOOKED if looked else 0
     init = max(looked, early + copy_ + min(0, gone) + loaded if not gpu else loaded)
