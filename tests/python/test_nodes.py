@@ -595,6 +595,37 @@ def test_a_transport_that_fails_is_the_same_error_on_every_rank(what):
     assert sorted(ends) == ["0", "1"], text
 
 
+def _steps_of_torchs_optimizer(rank, world):
+    import deepc
+
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 4)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 3}}
+    engine = deepc.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), config=config
+    )[0]
+    for step in range(3):
+        engine.backward(engine(torch.full((2, 8), 0.1 * (step + rank))).square().mean())
+        engine.step()
+    weights = [engine.full_fp32_param(p).view(s) for p, s in zip(model.parameters(), ((4, 8), (4,)), strict=True)]
+    engine.destroy()
+    return weights
+
+
+def test_torchs_optimizers_step_whole_parameters_of_unequal_nodes():
+    """Those that are no longer than a rank's share: it has all of one, whose shape was gone."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(3):
+            (model(torch.full((2, 8), 0.1 * (step + rank))).square().mean() / 3).backward()
+        optimizer.step()
+    for weights in run_ranks(_steps_of_torchs_optimizer, 3, nodes="aab"):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, model.parameters(), strict=True))
+
+
 def _sizes_of_gpu_ranks(rank, world):
     from deepc.comm import start
     from deepc.comm.groups import open_group

@@ -65,7 +65,7 @@ class TwinUpdate:
         for s in state.plan.segments:
             source = state.piece(s)
             grad = state.acc[s.shard_begin : s.shard_begin + s.length]
-            shape = state.trained[s.param].shape
+            shape = state.shapes[s.param]
             if s.length == state.plan.layout.numels[s.param] and shape:
                 # Whole: it keeps its shape, for optimizers that look at it. One without dimensions is a vector, so that
                 # its states are no scalars.
