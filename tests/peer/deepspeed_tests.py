@@ -80,7 +80,9 @@ KNOWN = [
     Known("TestMuonRejectsReduceScatter", _NO_ERROR, "limitation", "Muon works with reduce_scatter and offload"),
     Known("test_direct_backward_raises_without_functorch", _NO_ERROR, "limitation", "loss.backward() may be bare"),
     Known("test_scale_validates_scalar_loss", _NO_ERROR, "limitation", "engine.scale takes a tensor of any shape"),
-    Known("test_unmanaged_rejects_(overlap_comm|coalesce)", _NO_ERROR, "limitation", "both go with a caller's boundaries"),
+    Known(
+        "test_unmanaged_rejects_(overlap_comm|coalesce)", _NO_ERROR, "limitation", "both go with a caller's boundaries"
+    ),
     Known("TestIncorectAllgatherBucketSize", _NO_ERROR, "limitation", "a bucket has any size"),
     Known("TestZeroOffloadOptim", _NO_ERROR, "limitation", "every optimizer goes with offload_optimizer"),
     # different on purpose

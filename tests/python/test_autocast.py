@@ -275,6 +275,34 @@ def test_stages_of_a_pipeline_and_their_loss() -> None:
         assert got == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("call", [deepc.ops.attention, deepc.ops.block_sparse_attention])
+def test_attention_casts_what_it_gets(call) -> None:
+    """Rotary positions leave queries and keys in fp32 beside values in 16 bits."""
+    q, k, v = (torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = call(q, k, v.bfloat16())
+    with torch.no_grad():
+        assert torch.equal(got, call(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    got.sum().backward()
+    assert {t.grad.dtype for t in (q, k, v)} == {torch.float32}
+
+
+@pytest.mark.parametrize("more", [{"deepc": {"fuse": ["attention"]}}, {"sparse_attention": {"mode": "dense"}}])
+def test_models_whose_attention_is_deepcs(more: dict) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
+    ids, losses = torch.arange(32).view(2, 16) % 11, []
+    for section in ({}, more):
+        torch.manual_seed(3)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
+        engine = deepc.initialize(model=model, config={**BASE, **AUTOCAST, **section})[0]
+        losses.append(engine(input_ids=ids, labels=ids).loss)
+        engine.backward(losses[-1])
+        assert engine.step().applied
+        engine.destroy()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
+
+
 def resumed(folder: str, first: dict, then: dict) -> list[float]:
     model = Model()
     engine = deepc.initialize(model=model, config={**BASE, **first})[0]

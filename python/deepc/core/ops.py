@@ -78,6 +78,15 @@ def autocast(dtype: dtypes.DType | str | None, device: torch.device | str) -> co
     return torch.autocast(torch.device(device).type, dtype=torch_dtype(dtype))
 
 
+def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As torch.autocast has the floating-point arguments of attention and of matrix products, where it is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) for t in tensors)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16; of any dtype."""
     return _DTYPES[dtype].name if dtype in _DTYPES else str(dtype).removeprefix("torch.")
@@ -688,11 +697,13 @@ def attention(
     torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True) has it.
 
     q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; on
-    CPUs or a GPU, of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i
+    CPUs or a GPU, of one dtype (float32, bfloat16, float16; torch.autocast casts all three), any strides but for the
+    last dimension. is_causal: query i
     sees keys up to i. scale: above 0; None: dim ** -0.5. bias, dropout, seed: as in `block_sparse_attention`. The
     result has q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes
     and dtypes.
     """
+    q, k, v = as_autocast(q, k, v)
     if bias is not None or dropout:
         return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -762,6 +773,7 @@ def block_sparse_attention(
     A query that sees no key has a result of 0. Memory is linear in rows and keys. Differentiable once in q, k, v and
     bias. RuntimeError for other shapes and dtypes.
     """
+    q, k, v = as_autocast(q, k, v)
     none = q.new_empty(0, dtype=torch.uint8)
     blocks = none if layout is None else layout.to(q.device).ne(0).view(torch.uint8).contiguous()
     of_q, of_k = groups if isinstance(groups, tuple) else (groups, groups)

@@ -452,6 +452,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
     """transformers' sdpa_attention_forward; masks, biases and what else it may get are the plain one's."""
+    query, key, value = ops.as_autocast(query, key, value)
     plainly = attention_mask is None and dropout < 1 and all(kwargs.get(k) is None for k in _MATTER)
     if plainly and _takes_heads(query, key, value, scaling):
         if is_causal is None:

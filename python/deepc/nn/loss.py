@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: F401
 from torch import Tensor
 
+from ..core import ops
 from ..core.foreign import private
 from ..core.ops import fake
 from ..errors import ArgumentError, UnsupportedError
@@ -79,11 +80,8 @@ def linear_cross_entropy(
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch.autocast has them of F.linear, where it is on."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, *more = ops.as_autocast(hidden, weight, *(() if bias is None else (bias,)))
+    return hidden, weight, more[0] if more else None
 
 
 def _check(
