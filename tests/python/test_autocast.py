@@ -127,6 +127,16 @@ def test_two_ranks_train_as_ddp_under_autocast(stage: int) -> None:
         equal(got, want, rank)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", ["ab", "aab"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nodes_train_as_ddp_under_autocast(nodes: str, stage: int) -> None:
+    more, want = {**AUTOCAST, "zero_optimization": {"stage": stage}}, plainly(len(nodes))
+    for rank, (losses, weights) in enumerate(run_ranks(train, len(nodes), args=(more,), nodes=nodes)):
+        assert losses == pytest.approx(want[0][rank], rel=1e-6)
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(weights, want[1], strict=True))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_computed_again_runs_under_it_too(reentrant: bool) -> None:
     model = Model(recompute=reentrant)
@@ -273,6 +283,44 @@ def test_stages_of_a_pipeline_and_their_loss() -> None:
     (want,) = run_ranks(staged, 1, args=(0,))
     for got in run_ranks(staged, 2, args=(2,)):
         assert got == pytest.approx(want, rel=1e-6)
+
+
+def llama(rank: int, world: int, more: dict) -> list[float]:
+    from test_tensor_parallel import transformer
+
+    engine = deepc.initialize(
+        model=transformer("llama").train(),
+        config={**BASE, **AUTOCAST, "gradient_accumulation_steps": 2, **more},
+        sample_batch={k: torch.zeros(4, 17, dtype=torch.long) for k in ("input_ids", "labels")},
+    )[0]
+    losses, draw = [], torch.Generator().manual_seed(5)
+    for _ in range(3):
+        rows = [torch.randint(0, 61, (4, 17), generator=draw) for _ in range(2)]
+        batches = [{"input_ids": ids, "labels": ids} for ids in rows]
+        if "pipeline" in more:
+            losses.append(engine.train_batch(iter(batches)).item())
+            continue
+        losses.append(0.0)
+        for batch in batches:
+            loss = engine(**batch).loss
+            losses[-1] += loss.item() / 2
+            engine.backward(loss)
+            engine.step()
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.full
+def test_ranks_that_share_a_model_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    (want,) = run_ranks(llama, 1, args=({},))
+    for more, bound in (
+        ({"pipeline": {"stages": 2}}, 1e-6),
+        ({"sequence_parallel_size": 2}, 1e-6),
+        ({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}}, 1e-4),
+    ):
+        for got in run_ranks(llama, 2, args=(more,)):
+            assert got == pytest.approx(want, rel=bound), more
 
 
 @pytest.mark.parametrize("call", [deepc.ops.attention, deepc.ops.block_sparse_attention])
