@@ -174,6 +174,7 @@ def test_rooms_are_small(folder: Path) -> None:
         if p.name not in ("__init__.py", "__pycache__") and (p.is_dir() or p.suffix == ".py")
     ]
     assert len(members) <= 9
+    assert (folder / "__init__.py").exists(), "what reads sources (documentation, freezers) passes it over without"
 
 
 def test_import_deepc_is_enough_for_its_public_modules() -> None:

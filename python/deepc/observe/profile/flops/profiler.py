@@ -102,7 +102,9 @@ class FlopsProfiler:
             raise ArgumentError(f"FlopsProfiler takes a torch.nn.Module, got {type(model).__name__}")
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
-        self.flops = self.macs = self.params = None  # totals of the profile that was printed last
+        self.flops: int | str | None = None  # totals of the profile that was printed last
+        self.macs: int | str | None = None
+        self.params: int | str | None = None
         self._count = count
         self._handles: list[Any] = []
         self._running: list[tuple[nn.Module, float]] = []
