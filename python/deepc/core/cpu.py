@@ -37,10 +37,8 @@ _X86 = {
     "fp16": (("avx512_fp16", "AVX512_CORE_FP16"), ("amx_fp16", "AVX512_CORE_AMX_FP16")),
 }
 _ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
-_SLOW_PAIRS = (
-    "GenuineIntel",
-    "avx512_bf16",
-)  # VDPBF16PS: half as many products a cycle as VFMADD (docs/lab/kernels.md)
+# whose VDPBF16PS makes half as many products a cycle as VFMADD (docs/lab/kernels.md)
+_SLOW_PAIRS = ("GenuineIntel", "avx512_bf16")
 
 
 def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
