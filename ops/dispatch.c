@@ -56,7 +56,9 @@ static const dc__ops dispatch_floats = {
 #endif
 static int dispatch_have[DC_ISA_COUNT];
 static int dispatch_left_out = -1;
+#if defined(DEEPC_X86_BODIES)
 static int dispatch_slow_pairs; /* this processor is such a one */
+#endif
 static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
 static _Atomic int dispatch_named; /* by DEEPC_ISA or dc_isa_force: then it is that set and no mixture */
