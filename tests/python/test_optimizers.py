@@ -197,7 +197,7 @@ def test_channels_last_groups_and_one_call_a_group(kind):
         ("AdamW", {"betas": (0.9, "0.99")}, r"betas\[1\] must be in \[0, 1\), got '0.99'"),
         ("Lamb", {"betas": None}, "betas must be two numbers"),
         ("Muon", {"adam_betas": (0.9, 0.99, 0.999)}, "adam_betas must be two numbers"),
-        ("SGD", {"lr": "1e-3"}, "lr must be >= 0, got '1e-3'"),
+        ("SGD", {"lr": "1e-3"}, r"SGD\(lr='1e-3'\): it must be a number"),
         ("Adagrad", {"eps": None}, "eps must be >= 0, got None"),
     ],
 )
