@@ -45,9 +45,9 @@ PATCHES = (
     ),
     Patch(
         "matmul",
-        "aten's CPU kernels of mm, addmm, bmm and baddbmm for bf16 and fp16",
-        "processors without instructions for 16-bit products are faster through fp32",
-        "train in fp32 (no bf16 and fp16 section); on processors with the arithmetic it is never on",
+        "aten's CPU kernels of mm, addmm, bmm and baddbmm (in place too) for bf16 and fp16",
+        "processors without instructions for 16-bit products, and Intel's without AMX, are faster through fp32",
+        "train in fp32 (no bf16, fp16 and torch_autocast section); where 16-bit products are fast it is never on",
     ),
     Patch(
         "threads",
