@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from deepc.nn import matmul
 
 SCRIPT = """
 import json, torch
@@ -120,3 +122,21 @@ print("fine")
 def test_products_by_panels_are_rounded_once_and_small_ones_stay():
     run = subprocess.run([sys.executable, "-c", PANELS], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and run.stdout.endswith("fine\n"), run.stderr
+
+
+def test_the_memory_plan_knows_the_copies(monkeypatch):
+    """Of a panel's sums and operands; the dry run holds them for a moment (tests of estimates measure that)."""
+
+    def of(a, b, dtype=torch.bfloat16):
+        return matmul.copies(*(torch.empty(*shape, dtype=dtype, device="cpu") for shape in (a, b)))
+
+    monkeypatch.setattr(matmul.cpu, "bf16_arithmetic", lambda: (False, "the test says so"))
+    monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: True)
+    assert of((512, 320), (320, 50257)) == [4 * 512 * 8192, 4 * 512 * 320, 4 * 320 * 8192]
+    assert of((512, 320), (320, 640)) == [4 * 512 * 640, 4 * 512 * 320, 4 * 320 * 640]
+    assert of((8, 256, 64), (8, 64, 256)) == [4 * 8 * 256 * 256, 4 * 8 * 256 * 64, 4 * 8 * 64 * 256]
+    assert of((4, 320), (320, 640)) == [] and of((512, 320), (320, 640), torch.float32) == []
+    monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: False)
+    assert of((4, 320), (320, 640)) == [4 * 4 * 640, 4 * 4 * 320, 4 * 320 * 640]
+    monkeypatch.setattr(matmul.cpu, "bf16_arithmetic", lambda: (True, "the test says so"))
+    assert of((512, 320), (320, 50257)) == []

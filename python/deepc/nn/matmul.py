@@ -33,7 +33,7 @@ calls = 0  # products that took the path; for tests
 def install(dtype: torch.dtype) -> None:
     """Routes CPU matrix products of `dtype` (bfloat16 or float16) through fp32."""
     global _library
-    _least[dtype] = PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
+    _least[dtype] = _least_of(dtype)
     if _library is not None:
         return
     patches.applied("matmul")
@@ -45,6 +45,10 @@ def install(dtype: torch.dtype) -> None:
             _override_out(name, impl)
         for name, impl in (("addmm_", _addmm), ("baddbmm_", _baddbmm)):
             _override_in_place(name, impl)
+
+
+def _least_of(dtype: torch.dtype) -> int:
+    return PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
 
 
 def installed() -> tuple[torch.dtype, ...]:
@@ -65,7 +69,10 @@ def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
         return False
     if a.dim() != dims or b.dim() != dims or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         return False
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    return _pays(a.shape[-2], a.shape[-1], b.shape[-1], least)
+
+
+def _pays(m: int, k: int, n: int, least: int) -> bool:
     return m * k * n >= least * (m * k + k * n + m * n)
 
 
@@ -120,16 +127,21 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.mT.float().mT if x.stride(-2) == 1 else x.float()
 
 
+def _panel(m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Rows, depth and columns of the panels of a product [m, k] x [k, n]."""
+    side = int(PANEL**0.5)
+    rows = min(m, max(side, PANEL // max(1, min(k, side), min(n, side)))) or 1
+    columns = min(n, max(side, PANEL // max(1, min(k, side), min(m, side)))) or 1
+    return rows, min(k, PANEL // max(rows, columns)) or 1, columns
+
+
 def _into(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
     """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as
     PANEL lets them be, and the sums of one are complete before the next."""
     (m, k), n = a.shape, b.shape[1]
-    side = int(PANEL**0.5)
-    rows = min(m, max(side, PANEL // max(1, min(k, side), min(n, side)))) or 1
-    columns = min(n, max(side, PANEL // max(1, min(k, side), min(m, side)))) or 1
-    depth = min(k, PANEL // max(rows, columns)) or 1
+    rows, depth, columns = _panel(m, k, n)
     for i in range(0, m, rows):
         for j in range(0, n, columns):
             part = slice(i, i + rows), slice(j, j + columns)
@@ -138,9 +150,10 @@ def _into(
             else:
                 sums = c[part].float()
             for d in range(0, k, depth):
-                x, y = _wide(a[part[0], d : d + depth]), _wide(b[d : d + depth, part[1]])
-                sums.addmm_(x, y, beta=beta if d == 0 else 1, alpha=alpha)
+                left, right = a[part[0], d : d + depth], b[d : d + depth, part[1]]
+                sums.addmm_(_wide(left), _wide(right), beta=beta if d == 0 else 1, alpha=alpha)
             out[part] = sums if k else sums.mul_(beta)
+            del sums  # before those of the next
 
 
 def _mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -156,6 +169,21 @@ def _addmm(
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many of the products [m, k] x [k, n] have copies of at most PANEL elements."""
     return PANEL // max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1] * b.shape[2])
+
+
+def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
+    """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed;
+    nothing if it needs none. For the memory plan: a and b may be fake."""
+    if a.device.type != "cpu" or a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    fast, _ = (cpu.bf16_arithmetic if a.dtype == torch.bfloat16 else cpu.fp16_arithmetic)()
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if fast or not _pays(m, k, n, _least_of(a.dtype)):
+        return []
+    together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
+    if not together:
+        m, k, n = _panel(m, k, n)
+    return [4 * max(1, together) * size for size in (m * n, m * k, k * n)]
 
 
 def _bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

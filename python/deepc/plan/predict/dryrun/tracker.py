@@ -10,10 +10,13 @@ import torch
 
 from ....core.foreign.private import graph_task_id, storage_use_count, tensor_use_count
 from ....errors import UnsupportedError
+from ....nn import matmul
 from ....nn.rows import Seen
 from ..shapes import PRODUCTS
 from .heap import ShadowHeap
 
+_aten = torch.ops.aten
+_MULTIPLIES = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 
 
@@ -145,6 +148,8 @@ def make_tracker() -> type[Any]:
             for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     self.add(leaf)
+            if func in _MULTIPLIES and (held := matmul.copies(*args[-2:])):
+                self.heap.come_and_go(held)
             return out
 
     return Tracker
