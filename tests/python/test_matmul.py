@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from deepc.core.cpu import ComputePath
 from deepc.nn import matmul
 
 SCRIPT = """
@@ -130,7 +131,7 @@ def test_the_memory_plan_knows_the_copies(monkeypatch):
     def of(a, b, dtype=torch.bfloat16):
         return matmul.copies(*(torch.empty(*shape, dtype=dtype, device="cpu") for shape in (a, b)))
 
-    monkeypatch.setattr(matmul.cpu, "bf16_arithmetic", lambda: (False, "the test says so"))
+    monkeypatch.setattr(matmul.cpu, "compute_path", lambda dtype: ComputePath(dtype, False, "the test says so"))
     monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: True)
     assert of((512, 320), (320, 50257)) == [4 * 512 * 8192, 4 * 512 * 320, 4 * 320 * 8192]
     assert of((512, 320), (320, 640)) == [4 * 512 * 640, 4 * 512 * 320, 4 * 320 * 640]
@@ -138,5 +139,5 @@ def test_the_memory_plan_knows_the_copies(monkeypatch):
     assert of((4, 320), (320, 640)) == [] and of((512, 320), (320, 640), torch.float32) == []
     monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: False)
     assert of((4, 320), (320, 640)) == [4 * 4 * 640, 4 * 4 * 320, 4 * 320 * 640]
-    monkeypatch.setattr(matmul.cpu, "bf16_arithmetic", lambda: (True, "the test says so"))
+    monkeypatch.setattr(matmul.cpu, "compute_path", lambda dtype: ComputePath(dtype, True, "the test says so"))
     assert of((512, 320), (320, 50257)) == []

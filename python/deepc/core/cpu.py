@@ -41,17 +41,28 @@ _ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
 _SLOW_PAIRS = ("GenuineIntel", "avx512_bf16")
 
 
-def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """The processor's feature flags as the kernel names them; what the C core finds where there is no /proc/cpuinfo."""
+def _cpuinfo(path: str, *names: str) -> str:
+    """What the first line with one of these names says; empty where there is none."""
     try:
         with open(path, encoding="ascii", errors="replace") as f:
             for line in f:
                 name, _, rest = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(rest.split())
+                if name.strip() in names:
+                    return rest.strip()
     except OSError:
         pass
-    return frozenset({"avx512_bf16"} if C.dc_isa_available(_ISA_AVX512_BF16) else ())
+    return ""
+
+
+def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """The processor's feature flags as the kernel names them; what the C core finds where there is no /proc/cpuinfo."""
+    found = _cpuinfo(path, "flags", "Features")
+    return frozenset(found.split() if found else ["avx512_bf16"] * C.dc_isa_available(_ISA_AVX512_BF16))
+
+
+def cpu_vendor(path: str = "/proc/cpuinfo") -> str:
+    """ "GenuineIntel", "AuthenticAMD", ...; empty where the kernel does not say."""
+    return _cpuinfo(path, "vendor_id")
 
 
 def left_out() -> str:
@@ -62,15 +73,6 @@ def left_out() -> str:
 
 
 LEFT_OUT_FIX = "build it here (make build), or with DEEPC_NATIVE=OFF for all processors; a wheel has all"
-
-
-def cpu_vendor(path: str = "/proc/cpuinfo") -> str:
-    """ "GenuineIntel", "AuthenticAMD", ...; empty where the kernel does not say."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith("vendor_id")), "")
-    except OSError:
-        return ""
 
 
 def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str, vendor: str = "") -> tuple[bool, str]:

@@ -51,9 +51,19 @@ def _least_of(dtype: torch.dtype) -> int:
     return PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
 
 
-def installed() -> tuple[torch.dtype, ...]:
-    """The dtypes that take the path."""
-    return tuple(sorted(_least, key=str))
+def choose(dtype: torch.dtype, device: torch.device) -> str:
+    """Installs `dtype` if `device` is a CPU on which that is faster. Why it is, in words; empty: it is not."""
+    why = _why(dtype, device)
+    if why:
+        install(dtype)
+    return why
+
+
+def _why(dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return ""
+    path = cpu.compute_path(dtype_of(dtype).short)
+    return "" if path.native else path.reason
 
 
 def emulated(dtype: torch.dtype) -> bool:
@@ -174,11 +184,8 @@ def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
 def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed;
     nothing if it needs none. For the memory plan: a and b may be fake."""
-    if a.device.type != "cpu" or a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
-        return []
-    fast, _ = (cpu.bf16_arithmetic if a.dtype == torch.bfloat16 else cpu.fp16_arithmetic)()
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    if fast or not _pays(m, k, n, _least_of(a.dtype)):
+    if a.dtype != b.dtype or not _why(a.dtype, a.device) or not _pays(m, k, n, _least_of(a.dtype)):
         return []
     together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
     if not together:

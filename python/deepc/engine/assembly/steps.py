@@ -18,7 +18,7 @@ from ...comm import start as comm
 from ...config.rules import default_optimizer
 from ...config.tree import Config
 from ...core import cpu, env, memory
-from ...core.ops import casts, dtype_of, torch_dtype
+from ...core.ops import casts, dtype_of, name_of, torch_dtype
 from ...errors import ArgumentError, ConfigError, DeepcError, DiskError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name, in_both_kinds
@@ -565,18 +565,12 @@ def check_disk(engine: EngineBase) -> None:
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_matmul(engine: EngineBase) -> None:
     """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32."""
-    dtype = torch_dtype(engine.plan.computes_in)
-    if engine.device.type != "cpu" or dtype == torch.float32:
-        return
-    native, why = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()
-    if not native:
-        from ...nn import matmul
+    from ...nn import matmul
 
-        matmul.install(dtype)
-        say(
-            engine,
-            f"matrix products in {str(dtype).removeprefix('torch.')} are computed in fp32 and rounded ({why})",
-        )
+    dtype = torch_dtype(engine.plan.computes_in)
+    why = matmul.choose(dtype, engine.device)
+    if why:
+        say(engine, f"matrix products in {name_of(dtype)} are computed in fp32 and rounded ({why})")
 
 
 def state_class(plan: Plan) -> type[ModelState]:

@@ -26,7 +26,7 @@ from ...config.tree import Config
 from ...core.foreign.buffers import CAST_BUFFERS, buffer_dtypes, mixing_is_told
 from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
-from ...nn import int8
+from ...nn import int8, matmul
 from ...parallel.pipeline.part import evaluating
 from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init
@@ -34,7 +34,6 @@ from ...zero.parameters.gathered import fill
 from ...zero.parameters.param import Released
 from ...zero.shards import Late, without_memory
 from ..base import EngineBase, Served
-from ..policy import precision
 from .export import Weights, dtype_of, open_weights
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ class _Builder:
             self._load_on_leaders(home) if home is not None else self._load()
         self._load_extra()
         for of in {self.dtype, *(p.dtype for p in model.parameters())}:
-            _choose_matmul(of, self.device)
+            matmul.choose(of, self.device)
         return InferenceEngine(model, self.dtype, home=home)
 
     def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
@@ -422,17 +421,6 @@ def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, b in module._buffers.items():
             if b is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}." if prefix else "") + name, b
-
-
-def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
-    """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32, as in training."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return
-    native, _ = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()
-    if not native:
-        from ...nn import matmul
-
-        matmul.install(dtype)
 
 
 class InferenceEngine(Served):

@@ -119,8 +119,7 @@ def state_rows(
 
 
 def _generates(plan: Plan) -> bool:
-    native, _ = cpu.bf16_arithmetic() if plan.computes_in.name == "bfloat16" else cpu.fp16_arithmetic()
-    return plan.device == "cpu" and native
+    return plan.device == "cpu" and cpu.compute_path(plan.computes_in.short).native
 
 
 def _merge(rows: Sequence[Row]) -> list[Row]:
