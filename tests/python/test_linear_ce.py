@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.nn import loss as fused_loss
-from deepc.nn import matmul
+from deepc.nn.aten import matmul
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 from deepc.core.cpu import ComputePath
-from deepc.nn import matmul
+from deepc.nn.aten import matmul
 
 SCRIPT = """
 import json, torch
 import deepc
 from deepc import precision
-from deepc.nn import matmul
+from deepc.nn.aten import matmul
 torch.manual_seed(0)
 dtype = getattr(torch, {dtype!r})
 native = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()[0]
@@ -74,7 +74,7 @@ def test_products_without_16_bit_arithmetic(dtype):
 PANELS = """
 import torch
 import deepc
-from deepc.nn import matmul
+from deepc.nn.aten import matmul
 matmul.install(torch.bfloat16)
 torch.manual_seed(0)
 def random(*shape_and_columns):

@@ -24,7 +24,7 @@ from ..core import ops
 from ..core.foreign import private
 from ..core.ops import fake
 from ..errors import ArgumentError, UnsupportedError
-from . import matmul
+from .aten import matmul
 
 # Of the logits' buffer. On a CPU GEMMs of 300 to 700 rows at GPT-2's vocabulary run at full speed (measured); on a GPU
 # a chunk's launches, and the pass over the weight's gradient, are shared by more of them.

@@ -50,6 +50,12 @@ PATCHES = (
         "train in fp32 (no bf16, fp16 and torch_autocast section); where 16-bit products are fast it is never on",
     ),
     Patch(
+        "cross-entropy",
+        "aten's cross_entropy_loss for autograd on CPUs, of logits of 16 MiB and more, from the first engine on a CPU",
+        "one array of the logits' size is left out of a step, with the same bits",
+        "DEEPC_CHUNKED_LOSS=0",
+    ),
+    Patch(
         "threads",
         "torch's number of threads, set to 1 by deterministic layouts and in the dry run's forked children",
         "the order of additions depends on it; a forked child has no OpenMP threads to wait for",

@@ -84,7 +84,7 @@ NAMES = (
     ),
     Private(
         "torch._C._autograd._get_current_graph_task_keep_graph",
-        "nn/loss: whether saved gradients may be overwritten",
+        "nn/loss, nn/aten: whether saved gradients, and logits, may be overwritten",
         "2.0",
         "linear_cross_entropy's backward needs a copy of its gradients",
     ),
@@ -96,7 +96,7 @@ NAMES = (
     ),
     Private(
         "torch._C._storage_Use_Count",
-        "zero/parameters: whether somebody else refers to a unit's memory",
+        "zero/parameters, nn/aten: whether somebody else refers to a unit's memory, or to logits",
         "2.1",
         "streamed mode could free memory that is still read",
     ),
@@ -132,13 +132,13 @@ NAMES = (
     ),
     Private(
         "torch._C._functorch.is_functorch_wrapped_tensor",
-        "nn/loss: whether a tensor has a value",
+        "nn/loss, nn/aten: whether a tensor has a value",
         "2.0",
         "linear_cross_entropy fails under torch.func",
     ),
     Private(
         "torch._is_functional_tensor",
-        "nn/loss: the same while the compiler traces",
+        "nn/loss, nn/aten: the same while the compiler traces",
         "1.12",
         "linear_cross_entropy fails under torch.compile",
     ),

@@ -485,6 +485,9 @@ def predict_memory(
     """Refuses a plan that does not fit. With a sample batch also predicts the peak, refuses what does not fit, and
     prints it."""
     if engine.device.type == "cpu":
+        from ...nn.aten import cross_entropy
+
+        cross_entropy.install()
         memory.keep_heap()  # before the prediction, which follows what the heap does
         memory.trim_heap()  # what an earlier engine's steps left free is available
     everyone = engine.everyone
@@ -565,7 +568,7 @@ def check_disk(engine: EngineBase) -> None:
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_matmul(engine: EngineBase) -> None:
     """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32."""
-    from ...nn import matmul
+    from ...nn.aten import matmul
 
     dtype = torch_dtype(engine.plan.computes_in)
     why = matmul.choose(dtype, engine.device)

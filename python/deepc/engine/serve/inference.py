@@ -26,7 +26,8 @@ from ...config.tree import Config
 from ...core.foreign.buffers import CAST_BUFFERS, buffer_dtypes, mixing_is_told
 from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
-from ...nn import int8, matmul
+from ...nn import int8
+from ...nn.aten import matmul
 from ...parallel.pipeline.part import evaluating
 from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init

@@ -17,6 +17,7 @@ from ....core.foreign.buffers import buffer_dtypes
 from ....core.ops import casts
 from ....errors import ArgumentError
 from ....nn import rows
+from ....nn.aten import cross_entropy
 from ..shapes import WithoutValues, Work
 from .gradients import Accumulators, Reducer
 from .heap import ShadowHeap, anonymous_bytes
@@ -251,6 +252,7 @@ def run(
     """
     from ....core.foreign.private import FakeTensorMode
 
+    cross_entropy.install()  # as initialize does
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     heap = ShadowHeap()
     tracker = make_tracker()(heap)

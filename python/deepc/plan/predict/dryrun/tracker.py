@@ -10,7 +10,7 @@ import torch
 
 from ....core.foreign.private import graph_task_id, storage_use_count, tensor_use_count
 from ....errors import UnsupportedError
-from ....nn import matmul
+from ....nn.aten import matmul
 from ....nn.rows import Seen
 from ..shapes import PRODUCTS
 from .heap import ShadowHeap

@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import torch
 
-from ..core import cpu
-from ..core.foreign import patches
-from ..core.ops import dtype_of
+from ...core import cpu
+from ...core.foreign import patches
+from ...core.ops import dtype_of
 
 PANEL = 4 << 20  # elements, of each fp32 copy: of either operand and of the result
 _DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}

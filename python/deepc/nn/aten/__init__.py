@@ -1,0 +1,1 @@
+"""Kernels of torch's own operators that deepc replaces on CPUs, below the model: nothing in it has to change."""
