@@ -138,7 +138,7 @@ _COMMANDS: dict[str, Command] = {
         needs_torch=False,
     ),
     "ckpt": Command(
-        "look into checkpoints, verify, compare, export them",
+        "look into checkpoints, verify, compare, export them; import DeepSpeed's",
         "What is in a checkpoint, whether every byte is as it was written, what differs between two, and its weights as"
         " Hugging Face safetensors.",
         (

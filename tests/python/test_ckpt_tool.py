@@ -191,7 +191,7 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path, saved, capsys):
     (tmp_path / "ds" / "global_step2").mkdir(parents=True)
     (tmp_path / "ds" / "global_step2" / "mp_rank_00_model_states.pt").write_bytes(b"x")
     assert main(["ckpt", "info", str(tmp_path / "ds")]) == 2
-    assert "zero_to_fp32.py --safe_serialization" in capsys.readouterr().err
+    assert f"It is DeepSpeed's: `deepc ckpt import {tmp_path / 'ds'} NEW_FOLDER`" in capsys.readouterr().err
     assert main(["ckpt", "ls", str(tmp_path / "none")]) == 2
     with pytest.raises(CheckpointError, match="It has: step2, step3"):
         tool.info(saved[0], "step7")

@@ -52,6 +52,17 @@ _EXAMPLES = {
         "deepc ckpt clean checkpoints --keep 3\n  deepc ckpt clean checkpoints --keep 3 --yes",
         "0",
     ),
+    "import": (
+        "make a checkpoint of one that DeepSpeed saved",
+        (
+            "Reads what DeepSpeed's save_checkpoint wrote (ZeRO stages 0 to 3, any number of ranks): weights in fp32,"
+            " the moments and steps of Adam and\nAdamW, counts, loss scale, LR schedule, client_state; and writes"
+            " OUT/TAG, which engine.load_checkpoint(OUT) takes at any stage and number of\nranks. Needs no DeepSpeed,"
+            " and runs nothing of what is in the files."
+        ),
+        "deepc ckpt import deepspeed-run checkpoints\n  deepc ckpt import deepspeed-run/global_step500 checkpoints",
+        "0",
+    ),
 }
 
 
@@ -80,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="the folder given to save_checkpoint"
                 + ("" if name in ("ls", "clean") else " (its latest), or FOLDER/TAG"),
             )
-        if name in ("info", "verify", "export"):
+        if name in ("info", "verify", "export", "import"):
             p.add_argument("-t", "--tag", help="default: the latest")
         if name in ("ls", "info"):
             p.add_argument("--json", action="store_true", help="for programs")
@@ -94,6 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="of one file (5GB)"
     )
     made["export"].add_argument("--no-buffers", action="store_true", help="parameters only")
+    made["import"].add_argument("output", metavar="OUT", help="folder for the new checkpoint")
+    made["import"].add_argument(
+        "--no-optimizer", action="store_true", help="without optimizer states: then an optimizer may be any"
+    )
     made["diff"].add_argument(
         "--tolerance",
         type=float,

@@ -622,16 +622,43 @@ def list_tags(directory: str | os.PathLike[str]) -> list[str]:
     return sorted(e for e in entries if _TAG.match(e) and os.path.isfile(os.path.join(directory, e, INDEX)))
 
 
+def deepspeed_tags(directory: str | os.PathLike[str]) -> list[str]:
+    """Tags of the checkpoints of DeepSpeed's in a directory, sorted by name; [""] if it is one itself."""
+
+    def names(path: str) -> list[str]:
+        try:
+            return os.listdir(path)
+        except OSError:
+            return []
+
+    def is_one(path: str) -> bool:
+        return any(n.endswith(("_model_states.pt", "_optim_states.pt")) for n in names(path))
+
+    folder = os.fspath(directory)
+    return [""] if is_one(folder) else sorted(n for n in names(folder) if is_one(os.path.join(folder, n)))
+
+
+def deepspeeds(directory: str | os.PathLike[str]) -> str:
+    """The end of an error: what to do with a folder of DeepSpeed's; "" if it is none."""
+    if not deepspeed_tags(directory):
+        return ""
+    return (
+        f" It is DeepSpeed's: `deepc ckpt import {os.fspath(directory)} NEW_FOLDER` makes one of it that deepc loads."
+    )
+
+
 def read_latest(directory: str | os.PathLike[str]) -> str:
     """The tag in DIR/latest. CheckpointError if the file is missing or damaged."""
     path = os.path.join(os.fspath(directory), LATEST)
     if not os.path.exists(path):
         tags = list_tags(directory)
-        hint = f" Give one of the tags {tags}." if tags else ""
+        hint = f" Give one of the tags {tags}." if tags else deepspeeds(directory)
         raise CheckpointError(f"there is no checkpoint to load: {path} does not exist.{hint}")
     data = _read_bytes(path)
     match = re.fullmatch(rb"([^\n]+\n)crc32c ([0-9a-f]{8})\n", data)
     if match is None or crc32c(match.group(1)) != int(match.group(2), 16):
+        if not list_tags(directory) and (theirs := deepspeeds(directory)):
+            raise CheckpointError(f"{path} names no checkpoint of deepc.{theirs}")
         raise CheckpointError(
             f"{path} is corrupt, or was written by hand (it has a checksum). Give the tag: one of"
             f" {list_tags(directory)}."
@@ -682,7 +709,9 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, Any]:
         path = os.path.join(self.path, INDEX)
         if not os.path.exists(path):
-            raise CheckpointError(f"{self.path} is not a complete checkpoint: it has no {INDEX}")
+            raise CheckpointError(
+                f"{self.path} is not a complete checkpoint: it has no {INDEX}.{deepspeeds(self.path)}"
+            )
         index = _unseal(_read_bytes(path), path)
         if index.get("format") != FORMAT:
             raise self._bad(f"format {index.get('format')!r}, not {FORMAT!r}")

@@ -21,7 +21,7 @@ from ..core import dtypes
 from ..core.ops import name_of, torch_dtype
 from ..errors import ArgumentError, CheckpointError, numeric
 from .files import SafetensorsFile
-from .store import INDEX, CheckpointReader, list_tags, read_latest, write_model
+from .store import INDEX, CheckpointReader, deepspeeds, list_tags, read_latest, write_model
 
 _CHUNK = 4 << 20  # elements that are compared or converted at a time
 _LEFT = re.compile(r"\.(tmp|old)-(.+)-([0-9a-zA-Z]+)")
@@ -67,13 +67,9 @@ def locate(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, s
 
 
 def _instead(folder: Path) -> str:
+    if theirs := deepspeeds(folder):
+        return theirs
     names = {p.name for p in folder.iterdir()}
-    deeper = [folder, *(p for p in folder.iterdir() if p.is_dir())]
-    if any(p.name.endswith(("_model_states.pt", "_optim_states.pt")) for d in deeper for p in d.iterdir()):
-        return (
-            " It is DeepSpeed's (pickled), which deepc does not read: DeepSpeed's own zero_to_fp32.py"
-            " --safe_serialization turns it into safetensors, which a model loads before deepc.initialize."
-        )
     if any(n.endswith(".safetensors") for n in names):
         return " It holds safetensors files without optimizer states: load them into the model itself."
     inside = [p.name for p in sorted(folder.iterdir()) if p.is_dir() and list_tags(p)]
@@ -550,6 +546,25 @@ def clean(
     return out
 
 
+# ---- import ----------------------------------------------------------------------------------------------------------
+def _run_import(args: argparse.Namespace) -> int:
+    from .deepspeed import import_checkpoint
+
+    done = import_checkpoint(args.path, args.output, tag=args.tag, optimizer=not args.no_optimizer)
+    print(
+        f"{done.path}: {done.parameters} trained parameters ({done.elements:,} elements) of DeepSpeed's ZeRO stage"
+        f" {done.stage}, {done.ranks} rank{'s' * (done.ranks != 1)}"
+    )
+    print(
+        f"  optimizer states {', '.join(done.kinds)}, after {done.step} updates"
+        if done.kinds
+        else "  no optimizer states: engine.load_checkpoint(..., load_optimizer_states=False)"
+    )
+    for why in done.left_out.values():
+        print(f"  left out: {why}")
+    return 0
+
+
 # ---- command line ----------------------------------------------------------------------------------------------------
 def run(args: argparse.Namespace) -> int:
     """The exit code."""
@@ -640,4 +655,5 @@ _RUN = {
     "export": _run_export,
     "diff": _run_diff,
     "clean": _run_clean,
+    "import": _run_import,
 }

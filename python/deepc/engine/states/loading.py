@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ...checkpoint.store import CheckpointReader, decode_client_state, list_tags, set_rng_state
+from ...checkpoint.store import CheckpointReader, decode_client_state, deepspeed_tags, list_tags, set_rng_state
 from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
 from ...optim.schedules import follow_loaded
@@ -62,6 +62,7 @@ def load(
     """Collective. See Engine.load_checkpoint."""
     directory, tag = os.fspath(directory), None if tag is None else str(tag)
     found = tag is not None or os.path.lexists(os.path.join(directory, "latest")) or bool(list_tags(directory))
+    found = found or bool(deepspeed_tags(directory))  # an error, which says what to do
     seen = engine.everyone.gather_all(torch.tensor([int(found)], device="cpu")).view(-1).tolist()
     if any(seen) and not all(seen):
         raise CheckpointError(
