@@ -10,8 +10,11 @@ import importlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from . import complete
@@ -304,10 +307,45 @@ def guide() -> str:
     return _GUIDE.format(commands="\n".join(f"  deepc {n:<10}{c.help}" for n, c in _COMMANDS.items()))
 
 
+@contextmanager
+def _interrupts_last() -> Iterator[None]:
+    """A ^C inside is raised at the end too: what torch imports catches any exception here and there, and the command
+    went on."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    came = False
+
+    def note(sig: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        signal.default_int_handler(sig, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the command line asks in vain, 141 where the reader left before the answer
-    was known, else the subcommand's."""
+    """Returns the exit code: 0, 2 for what the command line asks in vain, 130 after ^C, 141 where the reader left before
+    the answer was known, else the subcommand's."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        speak.tell(f"{' '.join(['deepc', *words[:1]])}: interrupted")
+        speak.drop_unread()
+        return 128 + signal.SIGINT
+
+
+def _main(words: list[str]) -> int:
     if not words:
         print(guide())
         return 0
@@ -321,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = _COMMANDS[args.command]
     try:
         if command.needs_torch:
-            complete()
+            with _interrupts_last():
+                complete()
         code = int(_resolve(command.run)(args))
     except DeepcError as exc:
         speak.tell(f"deepc {args.command}: error: {exc}")
@@ -333,9 +372,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         speak.tell(f"deepc {args.command}: error: {exc.filename}: {exc.strerror}")
         code = 2
-    except KeyboardInterrupt:
-        speak.tell(f"deepc {args.command}: interrupted")
-        code = 130
     speak.drop_unread()
     return code
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_a_check_is_not_passed_by_a_reader_that_leaves(line, code, folder_of_mis
         monkeypatch.setattr(sys, "stderr", nobody_reads)
         assert main(shlex.split(line)) == code
     assert not (folder_of_mistakes / "1f1b.svg").exists()
+
+
+def test_an_interrupt_that_an_import_catches_counts(monkeypatch, capfd):
+    """torch's imports catch ^C at times: the ranks were started all the same."""
+
+    def imports():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(signal, "getsignal", lambda sig: signal.default_int_handler)  # whatever started the tests
+    monkeypatch.setattr(cli, "complete", imports)
+    assert main(["estimate", "--params", "1e6"]) == 130
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "deepc estimate: interrupted\n")
 
 
 def test_the_documentation_has_every_command():
