@@ -603,6 +603,9 @@ def test_a_given_figure_replaces_the_count():
         assert engine.monitor.last["tflops"] == pytest.approx(flops / engine.monitor.last["time_s"] / 1e12)
     with pytest.raises(ArgumentError, match="one of"):
         engine.monitor.set_flops(per_step=1.0, per_token=1.0)
+    for wrong in ("1e9", -1.0, float("nan")):
+        with pytest.raises(ArgumentError, match=r"set_flops\(per_token="):
+            engine.monitor.set_flops(per_token=wrong)
     engine.destroy()
 
 
@@ -731,6 +734,9 @@ def test_the_steps_of_the_whole_run(tmp_path):
     engine.monitor.set_total_steps(50, about=True)
     assert line.text(engine.monitor.last).startswith("step 2/~50  ")
     engine.monitor.set_total_steps(50)
+    for wrong in ("50", 50.5, -1):
+        with pytest.raises(ArgumentError, match=rf"set_total_steps\({wrong!r}\): a whole number"):
+            engine.monitor.set_total_steps(wrong)
     assert line.text(engine.monitor.last).startswith("step 2/50  ")
     engine.destroy()
 

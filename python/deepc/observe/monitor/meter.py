@@ -13,6 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
+import numbers
 import os
 import sys
 import time
@@ -509,7 +511,9 @@ class Meter(Listener):
     def set_total_steps(self, steps: int | None, about: bool = False) -> None:
         """Optimizer steps that the run will have made at its end, for the ETA; 0: nobody knows; None: what the LR
         schedule says. about: it is a guess that will change (a run that time limits), and is shown as ~steps."""
-        self._total, self._about = steps, about and steps is not None
+        if steps is not None and not (isinstance(steps, numbers.Integral) and steps >= 0):
+            raise ArgumentError(f"set_total_steps({steps!r}): a whole number of steps, 0 or more, or None")
+        self._total, self._about = None if steps is None else int(steps), about and steps is not None
 
     def set_flops(
         self, *, per_step: float | None = None, per_token: float | None = None, per_sample: float | None = None
@@ -518,6 +522,9 @@ class Meter(Listener):
         micro-batches), of one token, or of one sample."""
         if sum(x is not None for x in (per_step, per_token, per_sample)) != 1:
             raise ArgumentError("set_flops takes one of per_step=, per_token=, per_sample=")
+        for name, flops in (("per_step", per_step), ("per_token", per_token), ("per_sample", per_sample)):
+            if flops is not None and not (isinstance(flops, numbers.Real) and 0 <= flops < math.inf):
+                raise ArgumentError(f"set_flops({name}={flops!r}): a number of FLOPs, 0 or more")
         self._flops_a_step, self._flops_a_token, self._flops_a_sample = per_step, per_token, per_sample
 
     @property
