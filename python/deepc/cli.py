@@ -334,8 +334,8 @@ def _interrupts_last() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the command line asks in vain, 130 after ^C, 141 where the reader left before
-    the answer was known, else the subcommand's."""
+    """Returns the exit code: 0, 2 for what the command line asks in vain, 130 after ^C, 141 where the reader left
+    before the answer was known, else the subcommand's."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _main(words)
