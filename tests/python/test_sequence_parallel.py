@@ -302,6 +302,35 @@ def test_what_would_be_wrong_in_silence_is_refused():
     run_ranks(_refusals, 2)
 
 
+def _initialized(rank, world, share_it):
+    """What initialize logs of a model of transformers."""
+    import io
+    import logging
+
+    import deepc
+    from deepc.parallel.sequence import sequence_group, share
+
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("deepc").addHandler(handler)
+    model = _model("gpt2")
+    if share_it:
+        share(model, sequence_group(2))
+    engine, *_ = deepc.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}
+    )
+    engine.destroy()
+    logging.getLogger("deepc").removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_a_model_that_nobody_has_shared_is_told():
+    """It trained, each rank with attention to its own positions, without a word."""
+    told = "the attention of GPT2LMHeadModel is not shared"
+    assert told in run_ranks(_initialized, 2, False)[0]
+    assert told not in run_ranks(_initialized, 2, True)[0]
+
+
 def _in_stages(rank, world, kind, mesh):
     """As _trains, of two micro-batches a step; weights are those of this rank's stage."""
     import deepc

@@ -24,6 +24,7 @@ from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name, in_both_kinds
 from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
+from ...parallel.sequence.models import attends_alone
 from ...parallel.tensor.group import tensor_group
 from ...parallel.tensor.rules import as_noted
 from ...plan.derive import Machine, derive, meta_of
@@ -721,6 +722,14 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
             engine,
             f"'{writing[0]}' has max_norm: each forward writes the rows of its weight that this rank's batch has, so"
             " that the ranks' weights part, as under DDP; norm them in the model instead (docs/any-model.md)",
+            logging.WARNING,
+        )
+    if engine.mesh.sp > 1 and attends_alone(engine.module):
+        say(
+            engine,
+            f"sequence_parallel_size is {engine.mesh.sp} and the attention of {type(engine.module).__name__} is not"
+            " shared: each rank attends to its own positions alone, which is another model; call"
+            " deepc.parallel.sequence.share(model, group) before initialize (docs/sequence-parallel.md)",
             logging.WARNING,
         )
     if told := engine.step_policy.describe():

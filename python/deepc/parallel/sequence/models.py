@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...nn.fuse import calls
 from ..axes import without_values
-from .attention import attend
+from .attention import DistributedAttention, attend
 from .loss import cross_entropy, of_all_ranks
 from .shards import ROUTER_MASK, mask_for_routers
 
@@ -101,6 +101,18 @@ def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     if hasattr(text, "output_router_logits") or hasattr(config, "output_router_logits"):
         mask_for_routers(group)
     return model
+
+
+def attends_alone(model: torch.nn.Module) -> bool:
+    """Whether attention of a model of transformers is as transformers has it, so that a rank of a sequence would see
+    its own positions alone; False also where nobody can tell (attention of the model's own)."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not isinstance(implementation, str) or any(isinstance(m, DistributedAttention) for m in model.modules()):
+        return False
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    chosen = ALL_ATTENTION_FUNCTIONS.get(implementation)  # None: "eager", which each model has for itself
+    return str(getattr(chosen, "__module__", "transformers.")).startswith("transformers.")
 
 
 class _Routers:
