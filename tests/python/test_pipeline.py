@@ -96,6 +96,19 @@ def train_kw(rank, world, stages, config, options):
     return train(rank, world, stages, config, **options)
 
 
+def test_one_stage_is_no_pipeline():
+    """The script of several stages, started with one: 'Linear' object has no attribute 'train_batch'."""
+    import deepc
+
+    config = {"train_batch_size": 2, "pipeline": {"stages": 1}}
+    engine, *_ = deepc.initialize(model=torch.nn.Linear(2, 2), config=config)
+    with pytest.raises(AttributeError, match=r"engine.train_batch is of pipelines.*pipeline.stages to 2 or more"):
+        engine.train_batch(iter([]))
+    with pytest.raises(AttributeError, match="no attribute 'train_batches'"):
+        engine.train_batches
+    engine.destroy()
+
+
 def check(ranks, want, exact=False):
     losses, weights = want
     seen = set()

@@ -198,6 +198,18 @@ class EngineBase(ModelWrapper):
     broken_load = "", False  # why load_checkpoint (or ^C in a step) left a mixture; whether of optimizer states as well
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
+    @private.uncompiled
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as exc:
+            if name not in ("train_batch", "eval_batch", "measure_batch"):
+                raise
+            raise AttributeError(
+                f"engine.{name} is of pipelines, and this model has one stage: set pipeline.stages to 2 or more, or"
+                " write the loop: loss = engine(...); engine.backward(loss); engine.step() (docs/pipeline.md)"
+            ) from exc
+
     def require_states(self, call: str) -> None:
         """DeepcError while offload_states has states of a GPU in host memory."""
         if self.parked is not None:
