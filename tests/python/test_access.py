@@ -198,6 +198,8 @@ def _odds(rank, world):
         utils.safe_set_full_fp32_param(p, torch.zeros(1))
         with pytest.raises(ArgumentError, match="no deepc engine trains"):
             deepc.view(p)
+    with pytest.raises(ArgumentError, match="takes a parameter, got str"):
+        deepc.view("blocks.0.up.weight")
     assert torch.equal(stranger, torch.ones(3))
     v = deepc.view(weight)
     assert "blocks.0.up.weight" in repr(v) and "exp_avg_sq" in repr(v) and list(v.state) == ["exp_avg", "exp_avg_sq"]

@@ -284,6 +284,8 @@ def test_generate_and_wrong_arguments():
             get_model_profile(Model(4, 4), **bad)
     with pytest.raises(ArgumentError, match="list"):
         get_model_profile([], (1,))
+    with pytest.raises(ArgumentError, match="args is the list of the model's inputs, got Tensor"):
+        get_model_profile(Model(4, 4), args=torch.ones(1, 4))
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

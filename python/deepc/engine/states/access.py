@@ -46,6 +46,10 @@ def engine_of(p: torch.Tensor) -> EngineBase | None:
 
 def view(p: torch.Tensor) -> View:
     """The values behind parameter `p`; see View. ArgumentError if no engine trains it."""
+    if not isinstance(p, torch.Tensor):
+        raise ArgumentError(
+            f"deepc.view takes a parameter, got {type(p).__name__}; of a name: engine.module.get_parameter(name)"
+        )
     engine = engine_of(p)
     if engine is None:
         raise ArgumentError(

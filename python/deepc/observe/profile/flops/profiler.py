@@ -282,6 +282,8 @@ def get_model_profile(
         usual = torch.empty((), dtype=torch.get_default_dtype(), device=torch.get_default_device())
         like = next(model.parameters(), usual)
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ArgumentError(f"get_model_profile: args is the list of the model's inputs, got {type(args).__name__}")
     if not args and not kwargs:
         raise ArgumentError("get_model_profile needs input_shape=, or the model's inputs as args= or kwargs=")
     run: Callable[..., Any] = model if mode == "forward" else cast(Any, model).generate
