@@ -84,7 +84,7 @@ class Engine(EngineBase):
                 self._death_is_told(),
                 self._disk_is_told(),
                 self._regions_are_left(),
-                mixing_is_told(self.module, self.dtype, CAST_BUFFERS),
+                mixing_is_told(self.module, self.dtype, CAST_BUFFERS, (*inputs, *kwargs.values())),
                 self.state.running(),
                 self.activations.around(),
                 self.recomputation.around((inputs, kwargs)),

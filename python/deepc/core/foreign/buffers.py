@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.spectral_norm import SpectralNorm as SpectralNormHook
@@ -53,9 +54,10 @@ def buffer_dtypes(
 
 
 @contextlib.contextmanager
-def mixing_is_told(model: torch.nn.Module, dtype: torch.dtype, cure: str) -> Iterator[None]:
+def mixing_is_told(model: torch.nn.Module, dtype: torch.dtype, cure: str, inputs: Iterable[Any] = ()) -> Iterator[None]:
     """torch's error of a forward that mixes dtypes says which buffer it may be, that kept its own beside parameters in
-    `dtype`. cure: what casts all of them, with the dtype's name in the place of {}."""
+    `dtype`, and whether one of `inputs` has another. cure: what casts all buffers, with the dtype's name in the place
+    of {}."""
     try:
         yield
     except RuntimeError as exc:
@@ -68,6 +70,12 @@ def mixing_is_told(model: torch.nn.Module, dtype: torch.dtype, cure: str) -> Ite
                     f"buffers keep their dtype: {name!r} is {name_of(b.dtype)}, and what the model makes of it meets"
                     f" parameters of {name_of(dtype)}. Cast it there (self.{name.rpartition('.')[2]}.to(x.dtype)),"
                     f" or cast all buffers: {cure.format(dtype_of(dtype).short)}"
+                )
+            others = (x.dtype for x in inputs if isinstance(x, torch.Tensor) and casts(x) and x.dtype != dtype)
+            if (other := next(others, None)) is not None:
+                exc.add_note(
+                    f"an input of the model is {name_of(other)} and its parameters are {name_of(dtype)}: the script"
+                    " casts floating-point inputs, x.to(engine.dtype)"
                 )
         raise
 
