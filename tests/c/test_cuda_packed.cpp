@@ -147,12 +147,13 @@ const int kFormats[] = {DC_STATE_STOCHASTIC, DC_STATE_8BIT, DC_STATE_4BIT};
 const int64_t kFirsts[] = {0, 64, 192, 4096 - 64, 5 * 4096, ((int64_t)1 << 33) - 64};
 
 TEST_F(CudaPacked, StepEqualsReference) {
+  size_t turn = 0;
   for (int rule : kRules)
     for (int format : kFormats)
       for (int64_t first : kFirsts)
         for (int64_t n : {0, 1, 7, 63, 64, 65, 127, 255, 257, 515, 4097})
           for (Fill fill : {kOrdinary, kAnyBits, kSpecial})
-            if (n < 4000 || fill == kOrdinary) check({rule, format, n, first}, fill);
+            if (!left_out_fill(turn++) && (n < 4000 || fill == kOrdinary)) check({rule, format, n, first}, fill);
 }
 
 TEST_F(CudaPacked, EveryDtype) {
@@ -272,11 +273,13 @@ void check_lamb_of(const Case &c, Fill fill) {
 }
 
 TEST_F(CudaPacked, LambEqualsReference) {
+  size_t turn = 0;
   for (int format : kFormats)
     for (int64_t first : kFirsts)
       for (int64_t n : {0, 1, 7, 63, 64, 65, 127, 255, 257, 515, 4097, 9001})
         for (Fill fill : {kOrdinary, kAnyBits, kSpecial})
-          if (n < 4000 || fill == kOrdinary) check_lamb_of({n, first, DC_F32, DC_F32, -1, format}, fill);
+          if (!left_out_fill(turn++) && (n < 4000 || fill == kOrdinary))
+            check_lamb_of({n, first, DC_F32, DC_F32, -1, format}, fill);
 }
 
 TEST_F(CudaPacked, LambOfEveryDtype) {

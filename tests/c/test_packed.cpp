@@ -79,11 +79,13 @@ const int kRules[] = {DC_RULE_ADAMW, DC_RULE_LION, DC_RULE_ADAGRAD, DC_RULE_SGD}
 const int kFormats[] = {DC_STATE_STOCHASTIC, DC_STATE_8BIT, DC_STATE_4BIT};
 
 TEST_F(Ops, PackedEqualsReferenceAtEverySize) {
+  size_t turn = 0;
   for (int rule : kRules)
     for (int format : kFormats)
       for (int64_t first : {(int64_t)0, (int64_t)64, (int64_t)192, ((int64_t)1 << 33) - 64})
         for (int64_t n : kSizes)
           for (Fill fill : {kOrdinary, kAnyBits, kSpecial}) {
+            if (left_out_fill(turn++) && n <= 5000) continue;
             if (n > 5000 && (fill != kOrdinary || first)) continue;
             everywhere({rule, format, n, first}, fill);
           }
