@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepc.core.cpu import ComputePath
 from deepc.nn.aten import matmul
+from programs import run_python
 
 SCRIPT = """
 import json, torch
@@ -121,7 +122,7 @@ print("fine")
 
 
 def test_products_by_panels_are_rounded_once_and_small_ones_stay():
-    run = subprocess.run([sys.executable, "-c", PANELS], capture_output=True, text=True, timeout=300)
+    run = run_python("-c", PANELS, timeout=300)
     assert run.returncode == 0 and run.stdout.endswith("fine\n"), run.stderr
 
 
