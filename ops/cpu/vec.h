@@ -23,8 +23,8 @@
 /* DC_BODY(cast) is dc__cast_avx2 in the AVX2 build, and so on. */
 #define DC_BODY(name) DC__CAT(dc__, name, DC_ISA)
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-/* The same operations in a function each: every layout's own copy of a loop takes most of the time to compile (packed.c:
- * 37 s and 3 s). */
+/* The same operations in a function each: every layout's own copy of a loop takes most of the time to compile
+ * (packed.c: 37 s and 3 s). */
 #define DC_INLINE static inline
 #else
 #define DC_INLINE static inline __attribute__((always_inline))
