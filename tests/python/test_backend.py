@@ -131,7 +131,7 @@ def reductions(rank, world):
                 same(out, want, "reduce_scatter " + what)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_reductions_of_every_type_op_and_shape(world):
     run_ranks(reductions, world)
 

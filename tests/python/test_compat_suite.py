@@ -286,9 +286,7 @@ def _coalesced(rank, world, stage, together, dtype):
     return out, [engine.full_fp32_param(p) for p in engine.module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3])
 def test_coalesced_reductions_train_the_same(stage):
     (alone, want), (together, got) = (run_ranks(_coalesced, 2, args=(stage, on, None))[0] for on in (False, True))
     for (a, norm), (b, other) in zip(alone, together):

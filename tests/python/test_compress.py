@@ -378,8 +378,15 @@ def collectives(rank, world, codec):
     fed_sums(rank, world, codec)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "deepc"])
-@pytest.mark.parametrize("codec", [Int8Blocks(256), Int4Blocks(), OneBit(), TopK(0.05)], ids=repr)
+@pytest.mark.parametrize(
+    "backend, codec",
+    [
+        ("gloo", Int4Blocks()),
+        *(pytest.param("gloo", codec, marks=pytest.mark.full) for codec in (Int8Blocks(256), OneBit(), TopK(0.05))),
+        *(("deepc", codec) for codec in (Int8Blocks(256), Int4Blocks(), OneBit(), TopK(0.05))),
+    ],
+    ids=str,
+)
 def test_collectives(backend, codec):
     run_ranks(collectives, 2, args=(codec,), backend=backend)
 

@@ -169,8 +169,14 @@ def rebuilds(rank, world, codec, overlap):
     state.close()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "deepc"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "backend, overlap",
+    [
+        ("gloo", True),
+        ("deepc", False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("gloo", False), ("deepc", True))),
+    ],
+)
 def test_ddp_rebuilt_buckets_owe_what_they_owed(backend, overlap):
     for codec in (Int4Blocks(), OneBit(256)):
         run_ranks(rebuilds, 2, args=(codec, overlap), backend=backend)
@@ -257,7 +263,7 @@ def hook_fails(rank, world, overlap):
         F.cross_entropy(model(x.double()), y).backward()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ddp_error_reaches_backward(overlap):
     run_ranks(hook_fails, 2, args=(overlap,), backend="gloo", fresh=True)
 

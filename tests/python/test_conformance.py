@@ -208,7 +208,7 @@ def seeds(count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-@pytest.mark.parametrize("world", QUICK)
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_random_programs_as_on_gloo(world):
     verify(world, seeds(QUICK[world]), 120)
 

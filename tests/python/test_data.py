@@ -95,8 +95,18 @@ def test_steps_have_the_same_samples_for_any_number_of_ranks(options):
     assert len(set(first)) == min(SIZE, epoch * BATCH) and one[:epoch] != one[epoch : 2 * epoch]
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": True}], ids=["plain", "layout"])
-@pytest.mark.parametrize("at", [4, 6, 9])
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        (4, {}),
+        (9, {"layout": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((4, {"layout": True}), (6, {}), (6, {"layout": True}), (9, {}))
+        ),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_keeps_the_place_in_the_data(tmp_path, at, options):
     whole = steps_of(1, at + 5, **options)
     assert steps_of(2, at, save=tmp_path, **options) == whole[:at]

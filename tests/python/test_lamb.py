@@ -193,7 +193,9 @@ def plain(steps):
     return tiny.stepped_by(lambda p: PaperLamb(p, **OPTIONS), steps)
 
 
-@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(
+    "world, precision", [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.full), (2, "bf16")]
+)
 def test_all_stages_have_equal_bits_and_follow_the_paper(world, precision):
     ranks = run_ranks(_train, world, args=(precision,))
     losses, _ = ranks[0][0]
@@ -223,7 +225,7 @@ def _layouts(rank, world, form=None):
     return out
 
 
-@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("form", [pytest.param(None, marks=pytest.mark.full), "int8"])
 def test_any_number_of_ranks_gives_equal_bits(form):
     one, four = (run_ranks(_layouts, n, args=(form,))[0] for n in (1, 4))
     for found in (one[1], *four):
@@ -252,7 +254,7 @@ def _resume(rank, world, folder, form):
     return True
 
 
-@pytest.mark.parametrize("form", [None, "bf16", "int8"])
+@pytest.mark.parametrize("form", [*(pytest.param(f, marks=pytest.mark.full) for f in (None, "bf16")), "int8"])
 def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
     assert all(run_ranks(_resume, 2, args=(str(tmp_path), form)))
 

@@ -304,8 +304,6 @@ def compare(seed: int, count: int) -> None:
             _same(found, want, f"seed {seed}, {case}\nin {layouts}, a checkpoint after {at}")
 
 
-@pytest.mark.parametrize(
-    "seed", [8, 22, *(pytest.param(s, marks=pytest.mark.full) for s in range(60) if s not in (8, 22))]
-)
+@pytest.mark.parametrize("seed", [22, *(pytest.param(s, marks=pytest.mark.full) for s in range(60) if s != 22)])
 def test_random_trainings_have_the_same_bits_in_random_layouts(seed):
     compare(seed, 3)

@@ -298,7 +298,7 @@ def plain(steps):
     return tiny.stepped_by(lambda p: deepc.optim.Muon(p, weight_decay=0.0, **PARAMS), steps)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_all_stages_have_equal_bits_and_follow_the_drop_in(precision):
     ranks = run_ranks(_train, 2, args=(precision,))
     losses, _ = ranks[0][0]
@@ -308,7 +308,10 @@ def test_all_stages_have_equal_bits_and_follow_the_drop_in(precision):
     tiny.check_all_equal(ranks)
 
 
-@pytest.mark.parametrize("precision, form", [("fp32", "int8"), ("bf16", "bf16"), ("bf16", "int8")])
+@pytest.mark.parametrize(
+    "precision, form",
+    [*(pytest.param(*c, marks=pytest.mark.full) for c in (("fp32", "int8"), ("bf16", "bf16"))), ("bf16", "int8")],
+)
 def test_formats_have_equal_bits_at_all_stages_and_follow_fp32(precision, form):
     ranks = run_ranks(_train, 2, args=(precision, form))
     losses, _ = ranks[0][0]
@@ -321,7 +324,7 @@ def _layouts(rank, world, places, form=None):
     return tiny.at_layouts(functools.partial(_config, form=form), rank, world, places)
 
 
-@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("form", [pytest.param(None, marks=pytest.mark.full), "int8"])
 def test_any_number_of_ranks_and_nodes_gives_equal_bits(form):
     one = run_ranks(_layouts, 1, args=([(0, 1), (3, 1)], form))[0]
     four = run_ranks(_layouts, 4, args=([(0, 1), (3, 1), (2, 2), (0, 2)], form))
@@ -358,7 +361,7 @@ def _resume(rank, world, folder, form):
     return bool(found["momentum"].any())
 
 
-@pytest.mark.parametrize("form", [None, "bf16", "int8"])
+@pytest.mark.parametrize("form", [*(pytest.param(f, marks=pytest.mark.full) for f in (None, "bf16")), "int8"])
 def test_a_checkpoint_goes_on_with_equal_bits(tmp_path, form):
     assert all(run_ranks(_resume, 2, args=(str(tmp_path), form)))
 

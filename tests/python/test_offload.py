@@ -349,6 +349,7 @@ for generation in range(x.generation + 1, 1 << 30):
 """
 
 
+@pytest.mark.full  # the C test kills in the quick class
 def test_killed_while_it_writes(tmp_path):
     """From Python too; a thousand kills are in tests/c/test_offload.cpp."""
     path, env = tmp_path / "states", dict(os.environ)

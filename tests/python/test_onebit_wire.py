@@ -237,7 +237,15 @@ def staged(rank, world, nodes, hierarchical):
 
 @pytest.mark.parametrize(
     "nodes, hierarchical",
-    [("00", False), ("000", False), ("00", True), ("01", True), ("001", True), ("012", True), ("0011", True)],
+    [
+        ("00", False),
+        ("01", True),
+        ("0011", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("000", False), ("00", True), ("001", True), ("012", True))
+        ),
+    ],
 )
 def test_copies_beside_a_gpu_change_no_bit(nodes, hierarchical):
     run_ranks(staged, len(nodes), args=(nodes, hierarchical))

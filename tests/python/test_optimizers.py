@@ -838,7 +838,14 @@ def _digests(rank, world, case):
     return out
 
 
-@pytest.mark.parametrize("case", [("AdamW", "int8"), ("Lion", "int4"), ("SGD", "int8"), ("Adagrad", "int4")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("AdamW", "int8"),
+        ("Lion", "int4"),
+        *(pytest.param(c, marks=pytest.mark.full) for c in (("SGD", "int8"), ("Adagrad", "int4"))),
+    ],
+)
 def test_formats_have_equal_bits_on_any_number_of_ranks(case):
     one, four = run_ranks(_digests, 1, args=(case,))[0], run_ranks(_digests, 4, args=(case,))[0]
     for found in (one[1], *four):
@@ -886,7 +893,7 @@ def _on_tiers(rank, world, folder, kind, form, precision):
         ("AdamW", "int8", "bf16"),
         pytest.param("AdamW", "bf16", "fp32", marks=pytest.mark.full),
         pytest.param("Lion", "int4", "fp32", marks=pytest.mark.full),
-        ("Adagrad", "int8", "fp32"),
+        pytest.param("Adagrad", "int8", "fp32", marks=pytest.mark.full),
         pytest.param("SGD", "int4", "bf16", marks=pytest.mark.full),
     ],
 )

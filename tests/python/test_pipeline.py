@@ -202,7 +202,9 @@ def _large(rank, world, stages, config, pipe):
     return losses
 
 
-@pytest.mark.parametrize("pipe", [{}, {"schedule": "interleaved"}], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "pipe", [pytest.param({}, marks=pytest.mark.full), {"schedule": "interleaved"}], ids=["1f1b", "interleaved"]
+)
 def test_ties_of_any_size_and_between_any_stages(pipe):
     """interleaved: the first stage with the tied layer is on a later rank than the next one."""
     (want,) = run_ranks(_large, 1, 1, {}, {})

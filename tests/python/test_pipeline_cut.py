@@ -180,7 +180,7 @@ def test_a_model_is_cut_where_it_stands(world, stages, config):
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
-        ("gpt2", "1f1b"),
+        pytest.param("gpt2", "1f1b", marks=pytest.mark.full),
         ("llama", "1f1b"),
         ("bert", "1f1b"),
         ("llama, computed again", "zb-h1"),

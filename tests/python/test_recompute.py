@@ -440,7 +440,13 @@ def _own_blocks(rank, world, stage, budgets, extra):
 
 
 @pytest.mark.parametrize(
-    "stage, world, streamed", [(0, 1, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 2, True)]
+    "stage, world, streamed",
+    [
+        (0, 1, False),
+        *(pytest.param(stage, 2, False, marks=pytest.mark.full) for stage in (1, 2)),
+        (3, 2, False),
+        (3, 2, True),
+    ],
 )
 def test_zero_stages_have_the_same_bits(stage, world, streamed):
     budgets = (None, "1GB", 50_000, 100_000)

@@ -150,7 +150,7 @@ def alike(numbers, wanted, weights, theirs, options):
         (2, 2, {}, {"zero_optimization": {"stage": 1}}, (2, 1)),
         pytest.param(2, 2, {"schedule": "gpipe"}, {}, (4, 4), marks=pytest.mark.full),
         pytest.param(2, 2, {"schedule": "interleaved"}, {}, None, marks=pytest.mark.full),
-        (2, 2, {"schedule": "zb-h1"}, {"bf16": {"enabled": True}}, None),
+        pytest.param(2, 2, {"schedule": "zb-h1"}, {"bf16": {"enabled": True}}, None, marks=pytest.mark.full),
         pytest.param(2, 2, {"schedule": "zb-v"}, {}, None, marks=pytest.mark.full),
         pytest.param(4, 2, {}, {"zero_optimization": {"stage": 2}}, (2, 2, 1, 1), marks=pytest.mark.full),
         pytest.param(4, 2, {}, {"zero_optimization": {"stage": 3}}, (2, 2, 1, 1), marks=pytest.mark.full),
