@@ -86,9 +86,7 @@ def test_switches_have_one_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ConfigError, match=f"{name}='{wrong}'.*0 or 1"):
                 env.switch(name)
         monkeypatch.delenv(name)
-        assert env.switch(name) is (
-            name in ("DEEPC_HUGEPAGES", "DEEPC_KEEP_HEAP", "DEEPC_CHUNKED_LOSS", "DEEPC_MEMBARRIER", "DEEPC_CMA")
-        )
+        assert env.switch(name) is (name in ("DEEPC_HUGEPAGES", "DEEPC_KEEP_HEAP", "DEEPC_MEMBARRIER", "DEEPC_CMA"))
 
 
 def test_argument_environment_config_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ calls = 0  # losses that were made so; for tests
 
 
 def install() -> None:
-    """From now on, unless DEEPC_CHUNKED_LOSS=0."""
+    """From now on, with DEEPC_CHUNKED_LOSS=1."""
     global _library
     if _library is not None or not env.switch("DEEPC_CHUNKED_LOSS"):
         return
@@ -181,7 +181,7 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
             raise
         raise ArgumentError(
             "the logits or labels of a cross_entropy were changed in place after it, and its backward needs them:"
-            " change a copy of them, or set DEEPC_CHUNKED_LOSS=0, for torch's own, which has an array more"
+            " change a copy of them, or leave DEEPC_CHUNKED_LOSS unset, for torch's own, which has an array more"
         ) from exc
     return logits, labels, count
 
