@@ -4,9 +4,9 @@ torch keeps the log-probabilities for backward, makes their gradient there, zero
 the logits': three arrays of the logits' size, the largest of a language model's step. `install()` overrides aten's
 cross_entropy_loss for large CPU logits: what is kept are the logits, and backward makes each chunk's log-probabilities
 again, in the cache. The gradient takes the logits' place where nothing else refers to them any more, as far as can be
-counted. So there are two arrays where a model's output is kept, else one. That reads and writes a third of the bytes
-for one more exponential, and takes as long. Every chunk goes through torch's own kernels, and rows don't depend on each
-other: loss and gradient have torch's bits. Process-wide; installed once.
+counted. So there are two arrays where a model's output is kept, else one. It costs one more exponential a number: 180
+ms where torch takes 134 (512 x 50,257 on one AVX2 thread). Every chunk goes through torch's own kernels, and rows don't
+depend on each other: loss and gradient have torch's bits. Process-wide; installed once.
 """
 
 from __future__ import annotations
