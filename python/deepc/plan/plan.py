@@ -250,8 +250,8 @@ class Plan:
             if folder:
                 lines.append(f"  {name:<26}{nbytes / mib:>12.1f}  (of this node, in {folder})")
         lines.append(
-            f"  {'model states of this node':<26}{b['node_total'] / mib:>12.1f}  ({self.ranks_per_node} ranks;"
-            " activations not included)"
+            f"  {'model states of this node':<26}{b['node_total'] / mib:>12.1f}  ({self.ranks_per_node}"
+            f" rank{'s' * (self.ranks_per_node != 1)}; activations not included)"
         )
         if self.mode == "resident":
             states, bound = self.node_states, self.backward_bound
