@@ -56,7 +56,7 @@ def install() -> None:
             global calls
             calls += 1
             _learn(type(logits))
-            return CrossEntropyByRows.apply(logits, labels, reduction, ignore_index)
+            return _by_rows(logits, labels, reduction, ignore_index)
         return original.call_boxed(keys, logits, labels, weight, reduction, ignore_index, label_smoothing)
 
     _library = torch.library.Library("aten", "IMPL")
@@ -112,6 +112,7 @@ class CrossEntropyByRows(torch.autograd.Function):
             _aten._log_softmax.out(logits[part], 1, False, out=some)
             torch.gather(some, 1, at[part], out=picked[part])
         # The rows' own numbers are those of the only class, so that torch adds them up in its order.
+        loss: Tensor
         loss, count = _aten.nll_loss_forward(picked, torch.where(counted, 0, IGNORED), None, reduction, IGNORED)
         ctx.save_for_backward(logits, labels, count)
         ctx.reduction, ctx.ignore_index = reduction, ignore_index
@@ -133,6 +134,11 @@ class CrossEntropyByRows(torch.autograd.Function):
             )
             _aten._log_softmax_backward_data.out(of_some[:n], some[:n], 1, logits.dtype, out=result[part])
         return result, None, None, None
+
+
+def _by_rows(logits: Tensor, labels: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    loss: Tensor = CrossEntropyByRows.apply(logits, labels, reduction, ignore_index)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _references(t: Tensor) -> tuple[int, ...]:
@@ -166,7 +172,7 @@ def _learn(kind: type) -> None:
             for view in (False, True):
                 logits = torch.zeros(1, 2, device="cpu", dtype=torch.float32, requires_grad=True) * 1.0
                 labels = torch.zeros(1, device="cpu", dtype=torch.int64)
-                loss = CrossEntropyByRows.apply(logits.view(1, 2) if view else logits, labels, 1, IGNORED)
+                loss = _by_rows(logits.view(1, 2) if view else logits, labels, 1, IGNORED)
                 del logits
                 loss.backward()
     finally:
