@@ -300,6 +300,13 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def references(t: torch.Tensor) -> tuple[int, ...]:
+    """How many references there are to a tensor and to its memory, from C++ (autograd's to what it keeps) and from
+    Python. To be compared with what such a call, made from the same place, finds of a tensor that is nobody's."""
+    storage = t.untyped_storage()
+    return tensor_use_count(t), storage_use_count(storage._cdata), sys.getrefcount(t), sys.getrefcount(storage)
+
+
 def has_value(t: torch.Tensor) -> bool:
     """Neither a wrapper of torch.func nor a functional tensor of the compiler."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(t) and not torch._is_functional_tensor(t)

@@ -24,7 +24,6 @@ from ...optim.factory import check_on_disk, make_optimizer
 from ...optim.kinds.muon import choose_by_name, in_both_kinds
 from ...parallel.axes import axis_process_group
 from ...parallel.mpu import as_mpu_says, refuse_another_order
-from ...parallel.sequence.models import attends_alone
 from ...parallel.tensor.group import tensor_group
 from ...parallel.tensor.rules import as_noted
 from ...plan.derive import Machine, derive, meta_of
@@ -202,7 +201,7 @@ def assemble(
         reordered = [n for n, p in named if not p.is_contiguous()]
         adopt(named, engine.plan.sharded or bool(engine.plan.parameters_on))
         place_buffers(engine)
-        choose_matmul(engine)
+        choose_kernels(engine)
         make_states(engine, named, group_of, undo)
         engine.equal_steps = EqualSteps(ranks, engine.optimizer, engine.state, config)
         if engine.everyone.world > 1:
@@ -486,9 +485,6 @@ def predict_memory(
     """Refuses a plan that does not fit. With a sample batch also predicts the peak, refuses what does not fit, and
     prints it."""
     if engine.device.type == "cpu":
-        from ...nn.aten import cross_entropy
-
-        cross_entropy.install()
         memory.keep_heap()  # before the prediction, which follows what the heap does
         memory.trim_heap()  # what an earlier engine's steps left free is available
     everyone = engine.everyone
@@ -567,10 +563,13 @@ def check_disk(engine: EngineBase) -> None:
 
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
-def choose_matmul(engine: EngineBase) -> None:
-    """16-bit products on a CPU without the arithmetic, or where it is slow, go through fp32."""
-    from ...nn.aten import matmul
+def choose_kernels(engine: EngineBase) -> None:
+    """Of torch's operators on a CPU: 16-bit products without the arithmetic, or where it is slow, go through fp32, and
+    the loss by rows, where that is asked for."""
+    from ...nn.aten import cross_entropy, matmul
 
+    if engine.device.type == "cpu":
+        cross_entropy.install()
     dtype = torch_dtype(engine.plan.computes_in)
     why = matmul.choose(dtype, engine.device)
     if why:
@@ -694,6 +693,20 @@ def norms_its_rows(module: torch.nn.Module) -> bool:
     return isinstance(module, kinds) and module.max_norm is not None and module.weight.requires_grad
 
 
+def warn_of_attention(engine: EngineBase) -> None:
+    """Of ranks that share sequences."""
+    from ...parallel.sequence.models import attends_alone
+
+    if attends_alone(engine.module):
+        say(
+            engine,
+            f"sequence_parallel_size is {engine.mesh.sp} and the attention of {type(engine.module).__name__} is not"
+            " shared: each rank attends to its own positions alone, which is another model; call"
+            " deepc.parallel.sequence.share(model, group) before initialize (docs/sequence-parallel.md)",
+            logging.WARNING,
+        )
+
+
 def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordered: list[str]) -> None:
     """What was made, in the log."""
     if engine._config.dump_state:
@@ -724,14 +737,8 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
             " that the ranks' weights part, as under DDP; norm them in the model instead (docs/any-model.md)",
             logging.WARNING,
         )
-    if engine.mesh.sp > 1 and attends_alone(engine.module):
-        say(
-            engine,
-            f"sequence_parallel_size is {engine.mesh.sp} and the attention of {type(engine.module).__name__} is not"
-            " shared: each rank attends to its own positions alone, which is another model; call"
-            " deepc.parallel.sequence.share(model, group) before initialize (docs/sequence-parallel.md)",
-            logging.WARNING,
-        )
+    if engine.mesh.sp > 1:
+        warn_of_attention(engine)
     if told := engine.step_policy.describe():
         say(engine, told)
     if told := engine.curriculum.describe():

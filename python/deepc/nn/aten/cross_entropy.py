@@ -11,8 +11,6 @@ depend on each other: loss and gradient have torch's bits. Process-wide; install
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.autograd import forward_ad
 from ...core import env
 from ...core.foreign import patches, private
 from ...errors import ArgumentError
+from . import without_notice
 
 CHUNK_BYTES = 1 << 20  # of logits, for each thread: two such buffers fit in a core's cache
 LEAST_BYTES = 16 << 20  # of logits, below which torch's own is used: what would be saved is small
@@ -60,8 +59,7 @@ def install() -> None:
         return original.call_boxed(keys, logits, labels, weight, reduction, ignore_index, label_smoothing)
 
     _library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # torch says once in a process that a kernel is another one, on every rank
-        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+    with without_notice():
         _library.impl("cross_entropy_loss", kernel, "AutogradCPU", with_keyset=True)
 
 
@@ -141,19 +139,11 @@ def _by_rows(logits: Tensor, labels: Tensor, reduction: int, ignore_index: int) 
     return loss
 
 
-def _references(t: Tensor) -> tuple[int, ...]:
-    """To a tensor, its memory and what it is a view of. From C++ and from Python: autograd's to a kept tensor are the
-    former, a program's the latter."""
-    base, storage = t._base, t.untyped_storage()
-    memory = private.storage_use_count(storage._cdata), sys.getrefcount(storage)
-    of = [t] if base is None else [t, base]
-    return (*memory, *(count for x in of for count in (private.tensor_use_count(x), sys.getrefcount(x))))
-
-
 def _may_overwrite(logits: Tensor) -> bool:
     """In a backward: whether nothing will read the logits after it."""
-    key = type(logits), logits._base is not None
-    found = _references(logits)
+    base = logits._base  # a view keeps what it is one of
+    key = type(logits), base is not None
+    found = (*private.references(logits), *(() if base is None else private.references(base)))
     if _learning:
         _sole[key] = found
     whole = logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes

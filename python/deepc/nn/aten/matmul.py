@@ -11,7 +11,6 @@ take it. Process-wide; installed once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ import torch
 from ...core import cpu
 from ...core.foreign import patches
 from ...core.ops import dtype_of
+from . import without_notice
 
 PANEL = 4 << 20  # elements, of each fp32 copy: of either operand and of the result
 _DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
@@ -38,8 +38,7 @@ def install(dtype: torch.dtype) -> None:
         return
     patches.applied("matmul")
     _library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # torch says once in a process that a kernel is another one, on every rank
-        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+    with without_notice():
         for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
             _override(name, impl)
             _override_out(name, impl)

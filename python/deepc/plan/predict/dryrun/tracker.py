@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
 import torch
 
-from ....core.foreign.private import graph_task_id, storage_use_count, tensor_use_count
+from ....core.foreign.private import graph_task_id, references
 from ....errors import UnsupportedError
 from ....nn.aten import matmul
 from ....nn.rows import Seen
@@ -26,10 +25,6 @@ def _guess(func: Any, args: tuple[Any, ...]) -> Any:
     if "equal" in str(func) or "nonzero" in str(func) or dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
-
-
-def _references(t: torch.Tensor) -> tuple[int, ...]:
-    return tensor_use_count(t), storage_use_count(t.untyped_storage()._cdata), sys.getrefcount(t)
 
 
 class _Storages:
@@ -87,7 +82,7 @@ class _Sums:
     referenced nowhere else; but no tensors of a subclass, such as fake ones (torch/csrc/autograd/input_buffer.cpp)."""
 
     def __init__(self) -> None:
-        self._sole: tuple[int, ...] | None = None  # _references of a tensor that autograd alone holds
+        self._sole: tuple[int, ...] | None = None  # references to a tensor that autograd alone holds
         self._add = torch.ops.aten.add.Tensor
 
     def learn(self) -> None:
@@ -102,10 +97,10 @@ class _Sums:
         old, new = args
         if not isinstance(new, fake) or not isinstance(old, fake) or old.shape != new.shape:
             return False
-        references = _references(old)
+        found = references(old)
         if self._sole is None:
-            self._sole = references
-        return references == self._sole and old.dtype == new.dtype and old.untyped_storage().nbytes() == old.nbytes
+            self._sole = found
+        return found == self._sole and old.dtype == new.dtype and old.untyped_storage().nbytes() == old.nbytes
 
 
 def make_tracker() -> type[Any]:
