@@ -138,9 +138,9 @@ DC_API int dc_mem_free(void *ptr);
 DC_API int dc_mem_available(int64_t *bytes);
 /* The same, read from another mount of procfs than /proc (a test's, a host's seen from a container). */
 DC_API int dc_mem_available_in(const char *proc, int64_t *bytes);
-/* The heap for large blocks that come and go every step (heap.c). `bytes` of memory whose pages stay resident when it
- * is given back, at a multiple of 16 KiB, not zeroed. NULL if the range of addresses is full or could not be reserved:
- * take the memory elsewhere. Any thread. */
+/* The heap for large blocks that come and go every step (heap.c). `bytes` of memory, at a multiple of 16 KiB, not
+ * zeroed; its pages stay resident when it is given back, for the next block, wherever that lies. NULL if the range of
+ * addresses is full or could not be reserved: take the memory elsewhere. Any thread. */
 DC_API void *dc_heap_take(size_t bytes);
 /* The same in whole huge pages, as high in the heap as its free blocks allow: for what must not cut the place of large
  * blocks into pieces. */
@@ -158,12 +158,14 @@ struct dc_heap_stats {
   int64_t free_resident; /* of `free`, what has not been given back to the system: at most so much of it is resident */
   int64_t decayed; /* given back, in all, because no step had used it for a while (dc_heap_step) */
   int64_t refusals, foreign_frees, steps; /* counts: requests that found no room, dc_heap_give's -1, dc_heap_step */
+  int64_t covered; /* in huge pages that blocks lie on: with their memory the heap is as large as the most of this */
+  int64_t moved; /* in all: of free huge pages, that went under blocks which had none */
 };
 /* DC_E_INVALID: out is NULL, or its struct_size is no size that this struct had. */
 DC_API int dc_heap_stats(struct dc_heap_stats *out);
 /* The end of a training step, called between steps: what has been in no block for 32 steps goes back to the system,
  * huge page by huge page; after 2 steps where the memory that is available (dc_mem_available, looked at once a second)
- * is less than a quarter of the heap's extent. Any thread; about 0.2 us, at every eighth step a look at the free
+ * is less than a quarter of the heap's memory. Any thread; about 0.2 us, at every eighth step a look at the free
  * blocks. */
 DC_API int dc_heap_step(void);
 /* 1 if the range of addresses could be reserved. */
@@ -276,6 +278,12 @@ int dc__hugepages(bool *on);
 /* A mapping of `length` bytes on a huge page's boundary: private (fd -1; length: a multiple of DC_HUGE_PAGE), or of the
  * file's first bytes, shared. flags: further ones of mmap. NULL with errno on failure. */
 void *dc__map_aligned(size_t length, int flags, int fd);
+/* What private memory of the core is to the kernel: on huge pages (DEEPC_HUGEPAGES), in no core dump. */
+void dc__map_advise(void *at, size_t bytes);
+/* The memory of whole pages [from, from + bytes) of one private mapping to [to, to + bytes), whose own is dropped; what
+ * is read at `from` then is zeros. Page tables change, no byte is copied: 2 to 3 us a huge page. false: nothing moved
+ * (the kernel can't, before Linux 5.7, or has no room for a mapping more), and `to` holds what it held or is empty. */
+bool dc__map_move(void *from, void *to, size_t bytes);
 /* Gives every page of [base, base + length) memory, without changing what it holds; peers may write there meanwhile.
  * fd: of the file whose byte `at` is mapped at base, or -1. 0, or the errno of what there was no memory for. */
 int dc__fault_in(void *base, size_t length, int fd, int64_t at);

@@ -5,6 +5,10 @@
  * reserved range of addresses on huge pages that stays resident: no fault after the second step. docs/lab/heap.md has
  * what else was tried.
  *
+ * Memory follows the blocks: one that lies where there is no memory gets that of huge pages which no block covers, from
+ * wherever they are (mremap: no byte is copied). So a heap in which blocks lie otherwise than before, as on a rank that
+ * is ahead of the others, needs more addresses and no more memory: it has as much as blocks ever covered at once.
+ *
  * What stays has a limit: memory that no block has covered for 32 steps (the largest batch of a while ago, an
  * evaluation) goes back to the system, after 2 steps where the machine or the cgroup is short of memory; so does all
  * that is free before somebody is refused memory (dc__mem_room), and what a forked child inherits free.
@@ -32,6 +36,8 @@
 #endif
 
 enum { HEAP_BINS = 32, HEAP_PATIENCE = 32, HEAP_SHORT_PATIENCE = 2, HEAP_LOOK_STEPS = 8 };
+/* Places that have the memory of others: two mappings more each, of the kernel's 65,530 for a process. */
+enum { HEAP_MOST_GUESTS = 8192 };
 static const size_t heap_least_granule = (size_t)16 << 10;
 
 /* One row per granule. Only the first granule of a block has `granules`; of a free block the last one has `before` too.
@@ -41,6 +47,14 @@ struct heap_row {
   uint32_t next, prev; /* of the free list, as row + 1; 0: none */
 };
 
+/* One per huge page. */
+struct heap_page {
+  uint32_t since; /* the step in which a block over it was last given back; 0: it has no memory but what blocks on it
+                     have brought since they were taken */
+  uint16_t blocks; /* that lie on it */
+  bool guest; /* its memory was another place's at least once */
+};
+
 struct dc__heap {
   pthread_mutex_t lock;   /* guards what follows `drop` */
   char *_Atomic base;     /* on a huge page; NULL: not open */
@@ -48,14 +62,17 @@ struct dc__heap {
   size_t limit, granule;  /* bytes */
   uint32_t size, page;    /* granules of the range, of a huge page */
   int (*drop)(void *at, size_t bytes);
+  bool (*move)(void *from, void *to, size_t bytes);
   struct heap_row *rows;
   uint8_t *used;   /* 1 at the first granule of a block in use */
-  uint32_t *since; /* per huge page: the step in which a block over it was last given back; 0: it has no memory */
+  struct heap_page *pages;
+  uint32_t covered, spare; /* pages that blocks lie on; that have memory and no block */
+  uint32_t guests;
   uint32_t top;    /* granules up to where the range was never touched */
   uint32_t bins[HEAP_BINS]; /* head of the list of free blocks of [2^k, 2^(k+1)) granules, as row + 1 */
   uint32_t step;   /* counted from 1 */
   int64_t in_use, peak; /* granules */
-  int64_t decayed, refusals, foreign;
+  int64_t decayed, refusals, foreign, moved; /* bytes, counts, bytes */
 };
 
 static dc__heap heap_own = {.lock = PTHREAD_MUTEX_INITIALIZER}; /* the process's */
@@ -84,8 +101,8 @@ static void heap_unreserve(dc__heap *h) {
   if (h->reserved) munmap(h->reserved, h->limit + DC_HUGE_PAGE);
   if (h->rows) munmap(h->rows, heap_table_bytes(h, sizeof *h->rows, 1));
   if (h->used) munmap(h->used, heap_table_bytes(h, sizeof *h->used, 1));
-  if (h->since) munmap(h->since, heap_table_bytes(h, sizeof *h->since, h->page));
-  h->reserved = NULL, h->rows = NULL, h->used = NULL, h->since = NULL;
+  if (h->pages) munmap(h->pages, heap_table_bytes(h, sizeof *h->pages, h->page));
+  h->reserved = NULL, h->rows = NULL, h->used = NULL, h->pages = NULL;
 }
 
 static int heap_map(dc__heap *h, size_t page) {
@@ -95,8 +112,8 @@ static int heap_map(dc__heap *h, size_t page) {
                                      "in memory (mlockall with MCL_FUTURE): large tensors are the C library's");
   h->rows = heap_reserve(heap_table_bytes(h, sizeof *h->rows, 1), PROT_READ | PROT_WRITE);
   h->used = heap_reserve(heap_table_bytes(h, sizeof *h->used, 1), PROT_READ | PROT_WRITE);
-  h->since = heap_reserve(heap_table_bytes(h, sizeof *h->since, h->page), PROT_READ | PROT_WRITE);
-  if (!h->reserved || !h->rows || !h->used || !h->since ||
+  h->pages = heap_reserve(heap_table_bytes(h, sizeof *h->pages, h->page), PROT_READ | PROT_WRITE);
+  if (!h->reserved || !h->rows || !h->used || !h->pages ||
       mprotect(h->reserved, h->limit + DC_HUGE_PAGE, PROT_READ | PROT_WRITE))
     return DC_FAIL(DC_E_NOMEM, "no addresses for a heap of %zu bytes: %s; look at ulimit -v and vm.overcommit_memory",
                    h->limit, strerror(errno));
@@ -113,6 +130,7 @@ static int heap_open(dc__heap *h, const dc__heap_system *system) {
   if (!h->limit) return DC_FAIL(DC_E_INVALID, "a heap of %zu bytes: expected %zu or more", system->bytes, DC_HUGE_PAGE);
   h->size = (uint32_t)(h->limit / h->granule), h->page = (uint32_t)(DC_HUGE_PAGE / h->granule);
   h->drop = system->drop ? system->drop : heap_dontneed;
+  h->move = system->move ? system->move : dc__map_move;
   h->step = 1;
   int rc = heap_map(h, system->page);
   if (rc) {
@@ -120,9 +138,7 @@ static int heap_open(dc__heap *h, const dc__heap_system *system) {
     return rc;
   }
   char *base = (char *)dc__round_up((uintptr_t)h->reserved, DC_HUGE_PAGE);
-  /* Advice, both: without huge pages small ones serve, and a core dump may hold activations. */
-  (void)madvise(base, h->limit, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  (void)madvise(base, h->limit, MADV_DONTDUMP);
+  dc__map_advise(base, h->limit);
   atomic_store_explicit(&h->base, base, memory_order_release);
   return DC_OK;
 }
@@ -236,6 +252,51 @@ static bool heap_place_high(dc__heap *h, uint32_t need, uint32_t *at) {
   return true;
 }
 
+/* ---- whose memory ------------------------------------------------------------------------------------------------ */
+static char *heap_page_at(dc__heap *h, uint32_t p) { return heap_base(h) + (size_t)p * DC_HUGE_PAGE; }
+static uint32_t heap_pages_end(const dc__heap *h, uint32_t granule) { return (granule + h->page - 1) / h->page; }
+
+/* Page p gets the memory of the highest spare page below *from, which is in the way of the fewest blocks. Where it
+ * can't be moved it is given back, and p gets new memory when it is written. */
+static void heap_furnish(dc__heap *h, uint32_t p, uint32_t *from) {
+  struct heap_page *to = &h->pages[p], *of;
+  do of = &h->pages[--*from];
+  while (of->blocks || !of->since);
+  of->since = 0, h->spare--;
+  if ((to->guest || h->guests < HEAP_MOST_GUESTS) &&
+      h->move(heap_page_at(h, *from), heap_page_at(h, p), DC_HUGE_PAGE)) {
+    h->guests += !to->guest;
+    to->guest = true, to->since = h->step, h->moved += (int64_t)DC_HUGE_PAGE;
+    dc__count(DC_COUNTER_heap_moved_bytes, (int64_t)DC_HUGE_PAGE);
+  } else {
+    h->drop(heap_page_at(h, *from), DC_HUGE_PAGE);
+  }
+}
+
+/* A block lies on its pages from now on. */
+static void heap_cover(dc__heap *h, uint32_t at, uint32_t granules) {
+  const uint32_t first = at / h->page, end = heap_pages_end(h, at + granules);
+  for (uint32_t p = first; p < end; p++)
+    if (!h->pages[p].blocks++) h->covered++, h->spare -= h->pages[p].since != 0;
+  uint32_t from = heap_pages_end(h, h->top);
+  for (uint32_t p = first; p < end && h->spare; p++)
+    if (h->pages[p].blocks == 1 && !h->pages[p].since) heap_furnish(h, p, &from);
+}
+
+static void heap_uncover(dc__heap *h, uint32_t at, uint32_t granules) {
+  for (uint32_t p = at / h->page, end = heap_pages_end(h, at + granules); p < end; p++) {
+    h->pages[p].since = h->step;
+    if (!--h->pages[p].blocks) h->covered--, h->spare++;
+  }
+}
+
+/* Page p, on which no block lies, has no memory any more; whether it had. */
+static bool heap_bare(dc__heap *h, uint32_t p) {
+  bool had = h->pages[p].since != 0;
+  h->pages[p].since = 0, h->spare -= had;
+  return had;
+}
+
 /* ---- take, give -------------------------------------------------------------------------------------------------- */
 /* A granule more where equal tensors side by side would soon lie congruent modulo 2 MiB, where they evict each other.
  */
@@ -260,19 +321,16 @@ void *dc__heap_take(dc__heap *h, size_t bytes, bool high) {
   h->rows[at].granules = need, h->used[at] = 1;
   h->in_use += need;
   if (h->in_use > h->peak) h->peak = h->in_use;
+  heap_cover(h, at, need);
   heap_unlock(h);
   return base + heap_bytes(h, at);
-}
-
-static void heap_touched(dc__heap *h, uint32_t at, uint32_t granules) {
-  for (uint32_t p = at / h->page; p <= (at + granules - 1) / h->page; p++) h->since[p] = h->step;
 }
 
 /* Joins the block with free neighbours. */
 static void heap_free(dc__heap *h, uint32_t at) {
   uint32_t n = h->rows[at].granules;
   h->used[at] = 0, h->rows[at].granules = 0, h->in_use -= n;
-  heap_touched(h, at, n);
+  heap_uncover(h, at, n);
   uint32_t before = at ? h->rows[at - 1].before : 0, after = at + n;
   if (before) heap_unlink(h, at - before), at -= before, n += before;
   if (after < h->top && !h->used[after] && h->rows[after].granules) {
@@ -299,7 +357,7 @@ int dc__heap_give(dc__heap *h, void *p) {
 /* ---- giving back to the system ----------------------------------------------------------------------------------- */
 /* Huge pages [first, end) that lie whole in the free block at `at`. */
 static void heap_whole_pages(const dc__heap *h, uint32_t at, uint32_t *first, uint32_t *end) {
-  *first = (at + h->page - 1) / h->page, *end = (at + h->rows[at].granules) / h->page;
+  *first = heap_pages_end(h, at), *end = (at + h->rows[at].granules) / h->page;
 }
 
 /* Huge pages of one free block that were in no block for `patience` steps, neighbours in one call. */
@@ -308,11 +366,11 @@ static int64_t heap_drop_idle(dc__heap *h, uint32_t at, uint32_t patience) {
   int64_t dropped = 0;
   heap_whole_pages(h, at, &p, &end);
   for (; p <= end; p++) {
-    if (p < end && h->since[p] && h->step - h->since[p] >= patience) {
-      h->since[p] = 0, run++;
+    if (p < end && h->pages[p].since && h->step - h->pages[p].since >= patience) {
+      run += heap_bare(h, p);
       continue;
     }
-    if (run) h->drop(heap_base(h) + (size_t)(p - run) * DC_HUGE_PAGE, (size_t)run * DC_HUGE_PAGE);
+    if (run) h->drop(heap_page_at(h, p - run), (size_t)run * DC_HUGE_PAGE);
     dropped += run, run = 0;
   }
   return dropped;
@@ -321,7 +379,7 @@ static int64_t heap_drop_idle(dc__heap *h, uint32_t at, uint32_t patience) {
 static int64_t heap_drop_block(dc__heap *h, uint32_t at) {
   uint32_t p, end, had = 0;
   h->drop(heap_base(h) + heap_bytes(h, at), heap_bytes(h, h->rows[at].granules));
-  for (heap_whole_pages(h, at, &p, &end); p < end; p++) had += h->since[p] != 0, h->since[p] = 0;
+  for (heap_whole_pages(h, at, &p, &end); p < end; p++) had += heap_bare(h, p);
   return had;
 }
 
@@ -351,8 +409,8 @@ int64_t dc__heap_step(dc__heap *h, uint32_t patience) {
   return dropped;
 }
 
-uint32_t dc__heap_patience(int64_t available, int64_t extent) {
-  return available < extent / 4 ? HEAP_SHORT_PATIENCE : HEAP_PATIENCE;
+uint32_t dc__heap_patience(int64_t available, int64_t bytes) {
+  return available < bytes / 4 ? HEAP_SHORT_PATIENCE : HEAP_PATIENCE;
 }
 
 void dc__heap_read(dc__heap *h, struct dc_heap_stats *out) {
@@ -365,14 +423,16 @@ void dc__heap_read(dc__heap *h, struct dc_heap_stats *out) {
                                 .decayed = h->decayed,
                                 .refusals = h->refusals,
                                 .foreign_frees = h->foreign,
-                                .steps = h->step ? (int64_t)h->step - 1 : 0};
+                                .steps = h->step ? (int64_t)h->step - 1 : 0,
+                                .covered = (int64_t)h->covered * (int64_t)DC_HUGE_PAGE,
+                                .moved = h->moved};
   for (int k = 0; k < HEAP_BINS; k++)
     for (uint32_t i = h->bins[k]; i; i = h->rows[i - 1].next) {
       int64_t bytes = (int64_t)heap_bytes(h, h->rows[i - 1].granules);
       uint32_t p, end;
       out->free += bytes, out->free_blocks++, out->free_resident += bytes;
       for (heap_whole_pages(h, i - 1, &p, &end); p < end; p++)
-        if (!h->since[p]) out->free_resident -= (int64_t)DC_HUGE_PAGE;
+        if (!h->pages[p].since) out->free_resident -= (int64_t)DC_HUGE_PAGE;
       if (bytes > out->largest_free) out->largest_free = bytes;
     }
   heap_unlock(h);
@@ -449,9 +509,9 @@ static uint32_t heap_patience_now(void) {
   if (now.tv_sec >= due && atomic_compare_exchange_strong(&next_s, &due, now.tv_sec + 1) &&
       dc_mem_available(&available) == DC_OK) {
     heap_lock(&heap_own);
-    int64_t extent = (int64_t)heap_bytes(&heap_own, heap_own.top);
+    int64_t bytes = (int64_t)(heap_own.covered + heap_own.spare) * (int64_t)DC_HUGE_PAGE;
     heap_unlock(&heap_own);
-    atomic_store_explicit(&patience, dc__heap_patience(available, extent), memory_order_relaxed);
+    atomic_store_explicit(&patience, dc__heap_patience(available, bytes), memory_order_relaxed);
   }
   return atomic_load_explicit(&patience, memory_order_relaxed);
 }

@@ -14,6 +14,7 @@ typedef struct dc__heap_system {
   size_t page;  /* bytes of the kernel's pages: a power of two, at most DC_HUGE_PAGE */
   size_t bytes; /* of addresses to reserve; what is no whole huge page, or more than 32 bits count, is left off */
   int (*drop)(void *at, size_t bytes); /* takes the memory of whole pages away; NULL: madvise(MADV_DONTNEED) */
+  bool (*move)(void *from, void *to, size_t bytes); /* NULL: dc__map_move */
 } dc__heap_system;
 
 typedef struct dc__heap dc__heap;
@@ -29,8 +30,8 @@ void dc__heap_read(dc__heap *h, struct dc_heap_stats *out);
  * steps (every eighth step; else 0). */
 int64_t dc__heap_trim(dc__heap *h);
 int64_t dc__heap_step(dc__heap *h, uint32_t patience);
-/* For how many steps free memory is kept while `available` bytes are left for a heap of `extent` bytes. */
-uint32_t dc__heap_patience(int64_t available, int64_t extent);
+/* For how many steps free memory is kept while `available` bytes are left for a heap that has `bytes` of memory. */
+uint32_t dc__heap_patience(int64_t available, int64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -22,13 +22,6 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#ifndef MREMAP_DONTUNMAP
-#define MREMAP_DONTUNMAP 4 /* Linux 5.7 */
-#endif
-#ifndef MAP_FIXED_NOREPLACE
-#define MAP_FIXED_NOREPLACE 0x100000 /* Linux 4.17 */
-#endif
-
 enum { MOST_PIECES = 8192 };
 
 struct dc_lease {
@@ -44,24 +37,6 @@ struct dc_lease {
 static char lease_marks[2];
 #define OWN (&lease_marks[0])
 #define KEPT (&lease_marks[1])
-
-static void lease_advise(char *at, size_t bytes) {
-  bool huge = true;
-  (void)dc__hugepages(&huge); /* was looked at when the lease was opened */
-  (void)madvise(at, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  (void)madvise(at, bytes, MADV_DONTDUMP);
-}
-
-/* What is mapped at `to` gives way. Where the kernel finds late that it can't move pages (it has no memory for their
- * tables) that is gone by then: an empty mapping takes its place, so that nobody meets a hole. */
-static bool lease_move(char *from, char *to, size_t bytes) {
-  if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED) return true;
-  void *fresh = mmap(to, bytes, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-  if (fresh == to) lease_advise(to, bytes);
-  else if (fresh != MAP_FAILED) munmap(fresh, bytes); /* an older kernel, where the address is but a wish */
-  return false; /* and most often nothing was fresh: what was there still is */
-}
 
 static size_t lease_length(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
 
@@ -101,7 +76,7 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
     return DC_FAIL(DC_E_NOMEM,
                    "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
   }
-  lease_advise(l->base, lease_length(l));
+  dc__map_advise(l->base, lease_length(l));
   *at = l->base + begin;
   *out = l;
   return DC_OK;
@@ -110,7 +85,7 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
 /* Memory for piece k: the heap's if it has some that can be moved, else the kernel gives it when it is written. */
 static void lease_fill(dc_lease *l, int64_t k) {
   char *from = l->moves ? dc_heap_take_high(l->piece) : NULL;
-  if (from && !lease_move(from, l->base + (size_t)k * l->piece, l->piece)) {
+  if (from && !dc__map_move(from, l->base + (size_t)k * l->piece, l->piece)) {
     dc_heap_give(from);
     from = NULL, l->moves = false;
   }
@@ -140,7 +115,7 @@ int dc_lease_end(dc_lease *l) {
       continue;
     }
     /* where too many mappings keep a piece from moving, the heap's place for it gets new pages when it is used */
-    l->from[k] = lease_move(l->base + (size_t)k * l->piece, from, l->piece) ? NULL : KEPT;
+    l->from[k] = dc__map_move(l->base + (size_t)k * l->piece, from, l->piece) ? NULL : KEPT;
     dc_heap_give(from);
   }
   l->moves = true; /* what was in the way may be gone: one call in the next phase finds out */

@@ -1,7 +1,8 @@
-/* map.c: mappings of large memory: where they begin, how they are faulted in, whether on huge pages.
+/* map.c: mappings of large memory: where they begin, how they are faulted in and moved, whether on huge pages.
  *
- * Owns the one reader of DEEPC_HUGEPAGES and the one way to fault memory in, for private memory (mem.c, heap.c,
- * lease.c) and for what ranks share (comm/arena.c). Uses MADV_POPULATE_WRITE (Linux 5.14) where it is and allowed. */
+ * Owns the one reader of DEEPC_HUGEPAGES, the one way to fault memory in and the one to move it, for private memory
+ * (mem.c, heap.c, lease.c) and for what ranks share (comm/arena.c). Uses MADV_POPULATE_WRITE (Linux 5.14) and
+ * MREMAP_DONTUNMAP (5.7) where they are and allowed. */
 #include "base.h"
 
 #include <errno.h>
@@ -12,6 +13,12 @@
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000 /* Linux 4.17 */
 #endif
 #ifndef EHWPOISON
 #define EHWPOISON 133
@@ -36,6 +43,25 @@ void *dc__map_aligned(size_t length, int flags, int fd) {
   if (before) munmap(start, before);
   if (after) munmap(at + length, after);
   return at;
+}
+
+void dc__map_advise(void *at, size_t bytes) {
+  bool huge = true;
+  (void)dc__hugepages(&huge); /* whoever opened the range has looked at it */
+  /* Advice, both: without huge pages small ones serve, and a core dump may hold activations. */
+  (void)madvise(at, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  (void)madvise(at, bytes, MADV_DONTDUMP);
+}
+
+/* What is mapped at `to` gives way. Where the kernel finds late that it can't move pages (it has no memory for their
+ * tables) that is gone by then: an empty mapping takes its place, so that nobody meets a hole. */
+bool dc__map_move(void *from, void *to, size_t bytes) {
+  if (mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED) return true;
+  void *fresh = mmap(to, bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  if (fresh == to) dc__map_advise(to, bytes);
+  else if (fresh != MAP_FAILED) munmap(fresh, bytes); /* an older kernel, where the address is but a wish */
+  return false; /* and most often nothing was fresh: what was there still is */
 }
 
 /* Blocks for bytes [at, at + length) of a file. A signal undoes what a call has done so far, so each is for a little: a

@@ -47,12 +47,12 @@ BASES = {
     **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)},
     "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
     "deepc-3-returned": "deepc ZeRO-3, freed memory returned",
-    "deepc-3-chunked": "deepc ZeRO-3, DEEPC_CHUNKED_LOSS=1",
+    "deepc-3-whole": "deepc ZeRO-3, DEEPC_CHUNKED_LOSS=0",
     "deepc-3-fp32": "deepc ZeRO-3 in fp32",
     **{f"deepc-{s}-cpu": f"deepc ZeRO-{s}, optimizer offloaded to the CPU" for s in (2, 3)},
     "deepc-3-nvme": "deepc ZeRO-3, optimizer states on disk",
 }
-_SWITCHES = {"deepc-3-returned": {"DEEPC_KEEP_HEAP": "0"}, "deepc-3-chunked": {"DEEPC_CHUNKED_LOSS": "1"}}
+_SWITCHES = {"deepc-3-returned": {"DEEPC_KEEP_HEAP": "0"}, "deepc-3-whole": {"DEEPC_CHUNKED_LOSS": "0"}}
 ALSO_BF16 = {"ddp": ("ddp", "ddp-bf16-weights")}  # a peer's forms in bf16 of which +best is the fastest
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-2-cpu", "deepc-3-cpu", "deepc-3-nvme")  # compared with each peer

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -56,7 +57,7 @@ int drop_pages(void *at, size_t bytes) {
 
 Heap open_heap(size_t page, size_t bytes) {
   dc__heap *h = nullptr;
-  const dc__heap_system system = {page, bytes, drop_pages};
+  const dc__heap_system system = {page, bytes, drop_pages, nullptr};
   g_page = page, g_dropped = 0;
   EXPECT_EQ(dc__heap_open(&system, &h), DC_OK) << dc_last_error();
   return Heap(h);
@@ -113,7 +114,7 @@ TEST(HeapSize, TheLargestMachineHasOneToo) {
   munmap(probe, needed);
   for (size_t bytes : {size_t{1} << 46, size_t{1} << 47}) { // 2^32 granules and more, counted in 32 bits
     dc__heap *h = nullptr;
-    const dc__heap_system system = {4096, bytes, nullptr};
+    const dc__heap_system system = {4096, bytes, nullptr, nullptr};
     ASSERT_EQ(dc__heap_open(&system, &h), DC_OK) << dc_last_error();
     Heap owned(h);
     EXPECT_GT(stats_of(owned).limit, static_cast<int64_t>(size_t{1} << 45));
@@ -170,6 +171,113 @@ TEST(HeapDecay, WhenMemoryIsShortItWaitsLess) {
   EXPECT_EQ(dc__heap_patience(2 * gib - 1, 8 * gib), 2u);
   EXPECT_EQ(dc__heap_patience(0, 8 * gib), 2u);
   EXPECT_EQ(dc__heap_patience(0, 0), 32u);
+}
+
+// ---- whose memory -----------------------------------------------------------------------------------------------
+class Memory : public ::testing::Test {
+protected:
+  void open(bool (*move)(void *, void *, size_t)) {
+    dc__heap *h = nullptr;
+    const dc__heap_system system = {4096, 1024 * kMiB, nullptr, move};
+    ASSERT_EQ(dc__heap_open(&system, &h), DC_OK) << dc_last_error();
+    heap_.reset(h);
+  }
+  void take(size_t bytes, bool high) {
+    char *p = static_cast<char *>(dc__heap_take(heap_.get(), bytes, high));
+    ASSERT_NE(p, nullptr);
+    memset(p, static_cast<int>(bytes | 1), bytes);
+    live_[p] = bytes;
+  }
+  void give(std::map<char *, size_t>::iterator it) {
+    const char mark = static_cast<char>(it->second | 1);
+    EXPECT_TRUE(*it->first == mark && !memcmp(it->first, it->first + 1, it->second - 1)) << "a block lost its bytes";
+    EXPECT_EQ(dc__heap_give(heap_.get(), it->first), 1);
+    live_.erase(it);
+  }
+  int64_t covered() { // by the definition
+    std::set<uintptr_t> pages;
+    for (auto &[p, n] : live_)
+      for (uintptr_t at = reinterpret_cast<uintptr_t>(p) / (2 * kMiB);
+           at * 2 * kMiB < reinterpret_cast<uintptr_t>(p + n); at++)
+        pages.insert(at);
+    return static_cast<int64_t>(pages.size() * 2 * kMiB);
+  }
+  int64_t resident() {
+    const auto s = stats_of(heap_);
+    std::vector<unsigned char> pages(static_cast<size_t>(s.extent) / 4096);
+    EXPECT_EQ(mincore(s.base, static_cast<size_t>(s.extent), pages.data()), 0);
+    return 4096 * std::count_if(pages.begin(), pages.end(), [](int c) { return c & 1; });
+  }
+  // Blocks come and go, in no step as in another; then one comes that is larger than every hole. Returns the most that
+  // blocks covered.
+  int64_t train() {
+    std::mt19937_64 random(5);
+    int64_t most = 0;
+    auto takes = [&](size_t bytes, bool high) {
+      take(bytes, high);
+      EXPECT_EQ(stats_of(heap_).covered, covered());
+      most = std::max(most, covered());
+    };
+    for (int round = 0; round < 12; round++) {
+      for (size_t held = 0; held < 40 * kMiB;) {
+        const size_t bytes = random() % 3 ? (1 + random() % 9) * 700'000 : 130'000 + random() % 400'000;
+        takes(bytes, random() % 6 == 0), held += bytes;
+      }
+      while (live_.size() > 4 + random() % 8)
+        give(std::next(live_.begin(), static_cast<long>(random() % live_.size())));
+      dc__heap_step(heap_.get(), 32);
+    }
+    takes(static_cast<size_t>(stats_of(heap_).largest_free) + 3 * kMiB, false);
+    return most;
+  }
+  Heap heap_{nullptr};
+  std::map<char *, size_t> live_;
+};
+
+TEST_F(Memory, FollowsTheBlocks) {
+  open(nullptr);
+  const int64_t most = train();
+  EXPECT_GT(stats_of(heap_).extent, most + 16 * static_cast<int64_t>(kMiB));
+  EXPECT_LE(resident(), most);
+  EXPECT_LE(dc__heap_trim(heap_.get()), most);
+  EXPECT_LE(resident(), stats_of(heap_).covered);
+}
+
+TEST_F(Memory, IsGivenBackWhereItCannotBeMoved) {
+  open([](void *, void *, size_t) { return false; });
+  const int64_t most = train();
+  EXPECT_LE(resident(), most);
+  EXPECT_EQ(stats_of(heap_).moved, 0);
+}
+
+TEST_F(Memory, ABlockTakesNoneOfItsOwn) {
+  open(nullptr);
+  take(8 * kMiB, true), take(8 * kMiB, true);
+  give(live_.begin());
+  EXPECT_EQ(dc__heap_trim(heap_.get()), static_cast<int64_t>(8 * kMiB));
+  give(live_.begin());
+  take(16 * kMiB, true); // half of its place has memory
+  EXPECT_EQ(stats_of(heap_).moved, 0);
+}
+
+// Each place whose memory came from another one may be a mapping, and a process may have 65,530.
+int g_moves;
+TEST_F(Memory, MovesAreLimitedToSomeThousandPlaces) {
+  const size_t page = 2 * kMiB, places = 12'000;
+  dc__heap *h = nullptr;
+  const dc__heap_system system = {4096, 2 * places * page, [](void *, size_t) { return 0; },
+                                  [](void *, void *, size_t) { return ++g_moves > 0; }};
+  ASSERT_EQ(dc__heap_open(&system, &h), DC_OK) << dc_last_error();
+  heap_.reset(h);
+  g_moves = 0;
+  void *low = dc__heap_take(h, places * page, true);
+  ASSERT_EQ(dc__heap_give(h, low), 1); // has memory
+  dc__heap_take(h, 100 * page, true); // its end
+  void *high = dc__heap_take(h, places * page, true);
+  EXPECT_EQ(g_moves, 8192) << "places";
+  ASSERT_EQ(dc__heap_give(h, high), 1);
+  dc__heap_take(h, (places - 101) * page, false); // where the first was: the smallest room
+  EXPECT_EQ(g_moves, 8192) << "a place more";
 }
 
 // ---- who is refused ---------------------------------------------------------------------------------------------

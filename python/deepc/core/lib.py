@@ -76,6 +76,7 @@ class HeapStats(ctypes.Structure):
         ("base", c_void_p),
         *((n, c_int64) for n in ("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free")),
         *((n, c_int64) for n in ("free_resident", "decayed", "refusals", "foreign_frees", "steps")),
+        *((n, c_int64) for n in ("covered", "moved")),
     )
 
 

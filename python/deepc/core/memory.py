@@ -157,7 +157,8 @@ def keep_heap(keep: bool = True) -> bool:
 def heap_stats() -> dict[str, int]:
     """The core's heap now (struct dc_heap_stats of ops/base/base.h). Bytes: "extent" of [base, base + limit) was ever
     in use; "in_use", its "peak"; "free", the "largest_free" block, and what of it is "free_resident" (at most);
-    "decayed": given back to the system so far, because no step had used it for a while. Counts: "free_blocks";
+    "decayed": given back to the system so far, because no step had used it for a while; "covered": huge pages that
+    blocks lie on; "moved": free ones that went to blocks without memory, so far. Counts: "free_blocks";
     "refusals" of requests; "foreign_frees" of what is no block; "steps" (heap_step)."""
     stats = HeapStats(struct_size=ctypes.sizeof(HeapStats))
     call("dc_heap_stats", ctypes.byref(stats))

@@ -51,10 +51,9 @@ PATCHES = (
     ),
     Patch(
         "cross-entropy",
-        "aten's cross_entropy_loss for autograd on CPUs, of logits of 16 MiB and more, from the first engine on a CPU,"
-        " with DEEPC_CHUNKED_LOSS=1",
+        "aten's cross_entropy_loss for autograd on CPUs, of logits of 16 MiB and more, from the first engine on a CPU",
         "two or three arrays of the logits' size are left out of a step, with the same bits",
-        "leave DEEPC_CHUNKED_LOSS unset",
+        "DEEPC_CHUNKED_LOSS=0",
     ),
     Patch(
         "threads",

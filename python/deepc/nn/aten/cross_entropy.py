@@ -4,13 +4,17 @@ torch keeps the log-probabilities for backward, makes their gradient there, zero
 the logits': three arrays of the logits' size, the largest of a language model's step. `install()` overrides aten's
 cross_entropy_loss for large CPU logits: what is kept are the logits, and backward makes each chunk's log-probabilities
 again, in the cache. The gradient takes the logits' place where nothing else refers to them any more, as far as can be
-counted. So there are two arrays where a model's output is kept, else one. It costs one more exponential a number: 180
-ms where torch takes 134 (512 x 50,257 on one AVX2 thread). Every chunk goes through torch's own kernels, and rows don't
-depend on each other: loss and gradient have torch's bits. Process-wide; installed once.
+counted. So there are two arrays where a model's output is kept, else one. Every chunk goes through torch's own kernels,
+and rows don't depend on each other: loss and gradient have torch's bits. Process-wide; installed once.
+
+torch's log-probability is (logit - the row's largest) - log(sum of exponentials), in this order, so the row's largest
+log-probability is the negative of that logarithm, exactly. With these two numbers a row backward needs no exponential
+more than torch's; for dtypes in which that does not hold (16 bits are rounded at the end) it makes them all again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,24 +26,25 @@ from ...core.foreign import patches, private
 from ...errors import ArgumentError
 from . import without_notice
 
-CHUNK_BYTES = 1 << 20  # of logits, for each thread: two such buffers fit in a core's cache
+CHUNK_BYTES = 2 << 20  # of logits, for each thread: two such buffers stay in a cache
 LEAST_BYTES = 16 << 20  # of logits, below which torch's own is used: what would be saved is small
 IGNORED = -100  # what the labels of one class say of rows that don't count
-_NONE = 0  # of torch's numbers for reductions, the one whose gradient has a number for each row
 _aten = torch.ops.aten
 
 _library: torch.library.Library | None = None
+_two_numbers: set[torch.dtype] = set()  # of which backward can do with two numbers a row
 _sole: dict[tuple[type, bool], tuple[int, ...]] = {}  # what references logits have that only their loss refers to
 _learning = False
 calls = 0  # losses that were made so; for tests
 
 
 def install() -> None:
-    """From now on, with DEEPC_CHUNKED_LOSS=1."""
+    """From now on, but for DEEPC_CHUNKED_LOSS=0."""
     global _library
     if _library is not None or not env.switch("DEEPC_CHUNKED_LOSS"):
         return
     patches.applied("cross-entropy")
+    _two_numbers.update(dtype for dtype in (torch.float32, torch.float64) if _subtracts(dtype))
     original = torch.library.get_kernel("aten::cross_entropy_loss", "AutogradCPU")
 
     def kernel(
@@ -88,9 +93,9 @@ def _rows(logits: Tensor) -> int:
     return max(1, torch.get_num_threads() * CHUNK_BYTES // (logits.shape[1] * logits.itemsize))
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    rows = _rows(logits)
-    return [slice(i, min(i + rows, len(logits))) for i in range(0, len(logits), rows)]
+def _chunks(*of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of all, the logits first. Cut at once: a view costs as much as the small kernels."""
+    return zip(*(t.split(_rows(of_rows[0])) for t in of_rows), strict=True)
 
 
 def _chunk_like(logits: Tensor) -> Tensor:
@@ -105,32 +110,42 @@ class CrossEntropyByRows(torch.autograd.Function):
         counted = labels != ignore_index
         at = torch.where(counted, labels, 0)[:, None]
         picked, buffer = logits.new_empty(len(logits), 1), _chunk_like(logits)
-        for part in _chunks(logits):
-            some = buffer[: part.stop - part.start]
-            _aten._log_softmax.out(logits[part], 1, False, out=some)
-            torch.gather(some, 1, at[part], out=picked[part])
+        largest, log_sum = picked.new_empty(picked.shape), picked.new_empty(picked.shape)
+        for part, at_part, picked_part, largest_part, log_sum_part in _chunks(logits, at, picked, largest, log_sum):
+            some = buffer[: len(part)]
+            _aten._log_softmax.out(part, 1, False, out=some)
+            torch.gather(some, 1, at_part, out=picked_part)
+            if logits.dtype in _two_numbers:
+                torch.amax(part, 1, True, out=largest_part)
+                torch.amax(some, 1, True, out=log_sum_part)
         # The rows' own numbers are those of the only class, so that torch adds them up in its order.
         loss: Tensor
-        loss, count = _aten.nll_loss_forward(picked, torch.where(counted, 0, IGNORED), None, reduction, IGNORED)
-        ctx.save_for_backward(logits, labels, count)
+        only = torch.where(counted, 0, IGNORED)
+        loss, count = _aten.nll_loss_forward(picked, only, None, reduction, IGNORED)
+        ctx.save_for_backward(logits, labels, count, picked, only, largest, log_sum.neg_())
         ctx.reduction, ctx.ignore_index = reduction, ignore_index
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, count = _saved(ctx)
+        logits, labels, count, picked, only, largest, log_sum = _saved(ctx)
         if torch.is_grad_enabled():  # create_graph: this is to be differentiated
             return _differentiable(ctx, logits, labels, grad), None, None, None
-        some, of_some = _chunk_like(logits), _chunk_like(logits)
+        of_picked = _aten.nll_loss_backward(grad, picked, only, None, ctx.reduction, IGNORED, count)
+        at = torch.where(only == 0, labels, 0)[:, None]
+        buffer, zeros = _chunk_like(logits), _chunk_like(logits).zero_()
         result = logits.detach() if _may_overwrite(logits) else logits.new_empty(logits.shape)
-        for part in _chunks(logits):
-            n = part.stop - part.start
-            own = grad[part] if ctx.reduction == _NONE else grad
-            _aten._log_softmax.out(logits[part], 1, False, out=some[:n])
-            _aten.nll_loss_backward.grad_input(
-                own, some[:n], labels[part], None, ctx.reduction, ctx.ignore_index, count, grad_input=of_some[:n]
-            )
-            _aten._log_softmax_backward_data.out(of_some[:n], some[:n], 1, logits.dtype, out=result[part])
+        for part, at_part, of_picked_part, largest_part, log_sum_part, result_part in _chunks(
+            logits, at, of_picked, largest, log_sum, result
+        ):
+            some, of_some = buffer[: len(part)], zeros[: len(part)]
+            if logits.dtype in _two_numbers:
+                torch.sub(part, largest_part, out=some).sub_(log_sum_part)
+            else:
+                _aten._log_softmax.out(part, 1, False, out=some)
+            of_some.scatter_(1, at_part, of_picked_part)
+            _aten._log_softmax_backward_data.out(of_some, some, 1, logits.dtype, out=result_part)
+            of_some.scatter_(1, at_part, 0)
         return result, None, None, None
 
 
@@ -148,6 +163,13 @@ def _may_overwrite(logits: Tensor) -> bool:
         _sole[key] = found
     whole = logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes
     return whole and 0 not in found and found == _sole.get(key) and not private.backward_keeps_graph()
+
+
+def _subtracts(dtype: torch.dtype) -> bool:
+    """Whether torch's log-probabilities are what the module says; a width that leaves numbers beside its vectors."""
+    logits = torch.linspace(-9, 12, 5 * 77, dtype=torch.float64, device="cpu").sin().mul(6).to(dtype).view(5, 77)
+    made = _aten._log_softmax(logits, 1, False)
+    return torch.equal((logits - logits.amax(1, True)) + made.amax(1, True), made)
 
 
 def _learn(kind: type) -> None:
@@ -169,17 +191,16 @@ def _learn(kind: type) -> None:
         _learning = False
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _saved(ctx: Any) -> tuple[Any, ...]:
     try:
-        logits, labels, count = ctx.saved_tensors
+        return tuple(ctx.saved_tensors)
     except RuntimeError as exc:
         if "modified by an inplace operation" not in str(exc):
             raise
         raise ArgumentError(
             "the logits or labels of a cross_entropy were changed in place after it, and its backward needs them:"
-            " change a copy of them, or leave DEEPC_CHUNKED_LOSS unset, for torch's own, which has an array more"
+            " change a copy of them, or set DEEPC_CHUNKED_LOSS=0, for torch's own, which has two arrays more"
         ) from exc
-    return logits, labels, count
 
 
 def _differentiable(ctx: Any, logits: Tensor, labels: Tensor, grad: Tensor) -> Tensor:

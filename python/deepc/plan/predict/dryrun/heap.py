@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ....core import memory
 from ....core.foreign import private
-from ....core.lib import C
+from ....core.lib import C, HeapStats, call
 
 PAGE = 4096
 _IS_MMAPPED = 2  # in the word before a block of glibc's
@@ -76,11 +76,36 @@ class _Pages:
         self._resident[begin:end] = bytes(end - begin)
         return gone
 
+    def resident(self) -> int:
+        return self._resident.count(1)
+
+
+class _Core:
+    """How much memory the core's heap would have if every block were written from end to end: what was ever written,
+    but no more than the huge pages that blocks covered at once, since free ones go where memory is missing
+    (ops/base/heap.c)."""
+
+    def __init__(self, huge: bool) -> None:
+        stats = memory.heap()
+        self._unit = THP_BYTES // PAGE if huge else 1  # a huge page is resident as a whole
+        self._pages = _Pages(stats["base"] // PAGE, stats["extent"] // PAGE)
+        self._written = self._most = self._has = PAGE * self._pages.resident()
+        self._stats = HeapStats(struct_size=ctypes.sizeof(HeapStats))
+
+    def write(self, at: int, nbytes: int) -> int:
+        """A block that was taken just now; returns how many bytes more the heap has."""
+        unit = self._unit
+        self._written += PAGE * self._pages.touch(at // PAGE // unit * unit, -(-(at + nbytes) // (PAGE * unit)) * unit)
+        call("dc_heap_stats", ctypes.byref(self._stats))
+        self._most = max(self._most, self._stats.covered)
+        before, self._has = self._has, min(self._written, self._most)
+        return self._has - before
+
 
 class ShadowHeap:
     """Blocks from this process's malloc, and from the core's heap where the engine uses it, that stand for tensors.
     `resident`: how many more bytes would be resident than at the start if every block were written from end to end;
-    `peak`: the most of it. Pages of a heap count from their first use until they go back to the system.
+    `peak`: the most of it. Pages of malloc's heap count from their first use until they go back to the system.
 
     Only for the main thread of glibc (its mmap flag and program break are read); `usable` says if that is what runs
     here.
@@ -96,7 +121,7 @@ class ShadowHeap:
         self.resident = self.peak = self._mapped = self._heap = self._base = 0
         self._blocks: dict[int, tuple[int, int]] = {}  # key -> (address, or 0 if it has a mapping of its own; bytes)
         self._huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
-        self._core: _Pages | None = None
+        self._core: _Core | None = None
         self._smallest = 0  # of the core's blocks
         self._counts = 1.0  # the part of new pages of malloc's heap that a real run would have as well
         if not self.usable:
@@ -119,9 +144,8 @@ class ShadowHeap:
     def use_core(self) -> None:
         """From here on large blocks come from the core's heap, as the engine's do."""
         if self.usable and memory.keep_heap():
-            stats = memory.heap()
             self._smallest = C.dc_heap_smallest()
-            self._core = _Pages(stats["base"] // PAGE, stats["extent"] // PAGE)
+            self._core = _Core(self._huge)
 
     def settle(self) -> None:
         """After a step, where large blocks are the core's. What a dry run itself has made in the meantime lies where a
@@ -157,9 +181,8 @@ class ShadowHeap:
         if not at:
             return False
         self._blocks[key] = (at, -nbytes)
-        unit = THP_BYTES // PAGE if self._huge else 1  # a huge page is resident as a whole
         assert self._core is not None
-        self._heap += PAGE * self._core.touch(at // PAGE // unit * unit, -(-(at + nbytes) // (PAGE * unit)) * unit)
+        self._heap += self._core.write(at, nbytes)
         return True
 
     def _from_malloc(self, key: int, nbytes: int) -> None:
