@@ -423,6 +423,34 @@ static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
   return check_array(a->loss, sizeof *a->loss, 0, "loss");
 }
 
+/* ---- products of matrices ---------------------------------------------------------------------------------------- */
+/* [rows, cols], stored by rows or by columns. */
+static inline int check_operand(const float *p, int64_t rows, int64_t cols, const int64_t *stride, const char *what) {
+  int64_t top, side;
+  DC_TRY(check_array(p, sizeof *p, rows && cols, what));
+  if (rows <= 0 || cols <= 0) return DC_OK;
+  if (stride[0] < 0 || stride[1] < 0 || (stride[0] != 1 && stride[1] != 1) ||
+      __builtin_mul_overflow(rows - 1, stride[0], &top) || __builtin_mul_overflow(cols - 1, stride[1], &side) ||
+      top > INT64_MAX / 16 - side)
+    return CHECK_FAIL(DC_E_INVALID, "%s has strides %lld and %lld; one must be 1, the other 0 or more", what,
+                      (long long)stride[0], (long long)stride[1]);
+  return DC_OK;
+}
+
+static inline int check_gemm(const dc_gemm_args *given, dc_gemm_args *a) {
+  int64_t n;
+  DC_TRY(CHECK_TAKE(dc_gemm_args, beta, given, a));
+  if (a->m < 0 || a->n < 0 || a->k < 0)
+    return CHECK_FAIL(DC_E_INVALID, "m = %lld, n = %lld, k = %lld; none may be negative", (long long)a->m,
+                      (long long)a->n, (long long)a->k);
+  DC_TRY(check_array(a->c, sizeof *a->c, a->m && a->n, "c"));
+  if (a->m > 1 && (a->c_stride < a->n || __builtin_mul_overflow(a->m, a->c_stride, &n) || n > INT64_MAX / 16))
+    return CHECK_FAIL(DC_E_INVALID, "c_stride = %lld with m = %lld and n = %lld", (long long)a->c_stride,
+                      (long long)a->m, (long long)a->n);
+  DC_TRY(check_operand(a->a, a->m, a->k, a->a_stride, "a"));
+  return check_operand(a->b, a->k, a->n, a->b_stride, "b");
+}
+
 /* ---- arrays of rows ---------------------------------------------------------------------------------------------- */
 static inline int check_shape(int64_t rows, int64_t cols) {
   int64_t n;

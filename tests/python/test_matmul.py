@@ -1,4 +1,5 @@
-"""16-bit products on a CPU where fp32's are faster: the fp32 path's values, its reach, and that fp32 is left alone."""
+"""Products on CPUs where torch's are slow: 16 bits through fp32, fp32 by the core: values, reach, and what is left
+alone."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from deepc.core import cpu
 from deepc.core.cpu import ComputePath
 from deepc.nn.aten import matmul
 from programs import run_python
@@ -54,7 +56,7 @@ print(json.dumps(dict(mixed=mixed, native=native, used=used, worst=worst, f32=f3
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_products_without_16_bit_arithmetic(dtype):
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DEEPC_LOG_LEVEL": "WARNING"}
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DEEPC_LOG_LEVEL": "WARNING", "DEEPC_MATMUL": "0"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(dtype=dtype)],
         env=env,
@@ -134,6 +136,7 @@ def test_the_memory_plan_knows_the_copies(monkeypatch):
 
     monkeypatch.setattr(matmul.cpu, "compute_path", lambda dtype: ComputePath(dtype, False, "the test says so"))
     monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: True)
+    monkeypatch.setattr(matmul.cpu, "fast_products", lambda: (False, "the test says so"))
     assert of((512, 320), (320, 50257)) == [4 * 512 * 8192, 4 * 512 * 320, 4 * 320 * 8192]
     assert of((512, 320), (320, 640)) == [4 * 512 * 640, 4 * 512 * 320, 4 * 320 * 640]
     assert of((8, 256, 64), (8, 64, 256)) == [4 * 8 * 256 * 256, 4 * 8 * 256 * 64, 4 * 8 * 64 * 256]
@@ -142,3 +145,99 @@ def test_the_memory_plan_knows_the_copies(monkeypatch):
     assert of((4, 320), (320, 640)) == [4 * 4 * 640, 4 * 4 * 320, 4 * 320 * 640]
     monkeypatch.setattr(matmul.cpu, "compute_path", lambda dtype: ComputePath(dtype, True, "the test says so"))
     assert of((512, 320), (320, 50257)) == []
+
+
+OWN = """
+import torch
+import deepc
+from deepc.nn.aten import matmul
+matmul.install(torch.float32)
+torch.manual_seed(0)
+def random(*shape_and_columns):
+    *shape, by_columns = shape_and_columns
+    x = torch.randn(*shape)
+    return x.mT.contiguous().mT if by_columns else x
+def check(got, want, calls=1):
+    global before
+    assert matmul.calls - before == calls, matmul.calls - before
+    before = matmul.calls
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-4)
+before = matmul.calls
+for m, k, n, by_columns in ((64, 400, 70, False), (33, 900, 65, True), (2, 2000, 300, False), (513, 16, 129, True)):
+    x, y, c = random(m, k, by_columns), random(k, n, not by_columns), random(m, n, False)
+    want = x.double() @ y.double()
+    check(x @ y, want)
+    check(torch.addmm(c, x, y, beta=0.5, alpha=-2), 0.5 * c.double() - 2 * want)
+    check(torch.addmm(c[0], x, y), c[0].double() + want)
+    check(torch.addmm(torch.full((1,), torch.nan), x, y, beta=0), want)
+    check(c.clone().addmm_(x, y), c.double() + want)
+    check(torch.mm(x, y, out=torch.full((m, n), torch.nan)), want)
+    wide = torch.zeros(m, n + 3)
+    check(torch.mm(x, y, out=wide[:, 1:n + 1]).contiguous(), want)
+    assert not wide[:, 0].any() and not wide[:, n + 1:].any()
+    check(torch.mm(x, y, out=torch.empty(n, m).t()).contiguous(), want, 0)
+    check(torch.mm(x, y, out=torch.empty(0)), want, 0)
+    b, c = torch.stack([x, -x, 2 * x]), torch.randn(3, m, n)
+    b = b.mT.contiguous().mT if by_columns else b
+    check(torch.bmm(b, y.expand(3, k, n)), torch.stack([want, -want, 2 * want]))
+    check(torch.baddbmm(c, b, y.expand(3, k, n), beta=2), torch.stack([want, -want, 2 * want]) + 2 * c.double())
+    check(torch.mm(random(m, 2 * k, by_columns)[:, ::2], y) * 0, want * 0, int(by_columns))
+square = torch.randn(128, 128)
+twice = square.clone()
+check(twice.addmm_(twice, square), square.double() + square.double() @ square.double(), 0)  # out is an operand: torch's
+small = torch.randn(64, 64)
+check(small @ small, small.double() @ small.double(), 0)
+layer, x = torch.nn.Linear(300, 200), torch.randn(4, 50, 300, requires_grad=True)
+layer(x).square().sum().backward()
+assert matmul.calls - before == 3, "forward and both gradients"
+exact, y = torch.nn.Linear(300, 200).double(), x.detach().double().requires_grad_()
+exact.load_state_dict(layer.state_dict())
+exact(y).square().sum().backward()
+for got, want in ((x.grad, y.grad), (layer.weight.grad, exact.weight.grad)):
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+before = matmul.calls
+assert torch.mm(torch.ones(2000, 0), torch.ones(0, 2000)).sum() == 0
+for f, a, b in ((torch.mm, square, torch.randn(127, 128)), (torch.mm, square.double(), square)):
+    try:
+        f(a, b)
+    except RuntimeError:
+        continue
+    raise AssertionError("what does not fit is torch's error")
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_cores_products_of_fp32(threads):
+    run = run_python("-c", OWN, timeout=300, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    assert run.returncode == 0 and run.stdout.endswith("fine\n"), run.stderr
+
+
+CHOICE = """
+import torch
+import deepc
+from deepc.nn.aten import matmul
+matmul.cpu.fast_products = lambda: (True, "the test says so")
+config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+engine = deepc.initialize(model=torch.nn.Linear(1024, 1024), config=config)[0]
+engine.backward(engine(torch.randn(4, 1024)).square().mean())
+engine.step()
+print(matmul.calls)
+"""
+
+
+@pytest.mark.parametrize("switch, calls", [("", "2"), ("0", "0")])
+def test_an_engine_has_them_where_the_processor_asks_for_it(switch, calls):
+    run = run_python("-c", CHOICE, env={**os.environ, "DEEPC_MATMUL": switch, "DEEPC_LOG_LEVEL": "WARNING"})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == calls
+
+
+def test_which_processors_ask_for_it():
+    assert cpu._fast_products("AuthenticAMD", "26", 3)[0]
+    assert not cpu._fast_products("AuthenticAMD", "25", 3)[0], "Zen 4: as much arithmetic for AVX2"
+    assert not cpu._fast_products("AuthenticAMD", "", 3)[0]
+    assert not cpu._fast_products("GenuineIntel", "26", 3)[0]
+    assert not cpu._fast_products("AuthenticAMD", "26", 0)[0], "scalar kernels are for comparisons"
+    assert cpu.fast_products()[1]

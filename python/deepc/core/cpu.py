@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from .dtypes import TRAINED
 from .dtypes import dtype as dtype_named
-from .lib import C
+from .lib import C, call
 
 _ISA_AVX512_BF16 = 3  # enum dc_isa
 
@@ -39,6 +40,7 @@ _X86 = {
 _ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
 # whose VDPBF16PS makes half as many products a cycle as VFMADD (docs/lab/kernels.md)
 _SLOW_PAIRS = ("GenuineIntel", "avx512_bf16")
+_ZEN_5 = 26  # the family of the first of AMD's processors whose vector units are 512 bits wide
 
 
 def _cpuinfo(path: str, *names: str) -> str:
@@ -128,6 +130,24 @@ def bf16_arithmetic() -> tuple[bool, str]:
 def fp16_arithmetic() -> tuple[bool, str]:
     """The same for fp16."""
     return _here("fp16")
+
+
+def _fast_products(vendor: str, family: str, isa: int) -> tuple[bool, str]:
+    """Pure part of fast_products()."""
+    if vendor != "AuthenticAMD" or not family.isdigit() or int(family) < _ZEN_5:
+        return False, "MKL's products of fp32 are as fast as the core's on this processor"
+    if isa == 0:
+        return False, "DEEPC_ISA asks for the scalar kernels"
+    return True, "MKL takes AMD's processors for AVX2's, and this one has twice the arithmetic in AVX-512"
+
+
+@functools.cache
+def fast_products() -> tuple[bool, str]:
+    """(whether products of fp32 matrices are best made by the core's dc_gemm instead of MKL, why). The processor
+    decides and no measurement: bits depend on no clock."""
+    isa = ctypes.c_int()
+    call("dc_isa_current", ctypes.byref(isa))
+    return _fast_products(_vendor_here(), _cpuinfo("/proc/cpuinfo", "cpu family"), isa.value)
 
 
 @dataclass(frozen=True)

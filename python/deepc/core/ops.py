@@ -277,6 +277,11 @@ def _norm_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 torch.library.register_autograd("deepc::norm_squared", _norm_backward, setup_context=_norm_setup)
 
 
+@fake("gemm")
+def _(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, beta: float, alpha: float) -> None:
+    return None
+
+
 # ---- fused operators of a transformer block (ops/fused.h): docs/fused.md ---------------------------------------------
 # An empty tensor stands for an absent weight, bias or gradient: torch's C shim has no optional tensors for boxed C
 # kernels.

@@ -564,12 +564,13 @@ def check_disk(engine: EngineBase) -> None:
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_kernels(engine: EngineBase) -> None:
-    """Of torch's operators on a CPU: 16-bit products without the arithmetic, or where it is slow, go through fp32, and
-    the loss by rows, where that is asked for."""
+    """Of torch's operators on a CPU: 16-bit products without the arithmetic, or where it is slow, go through fp32, fp32
+    products are the core's where MKL's are slow, and the loss goes by rows."""
     from ...nn.aten import cross_entropy, matmul
 
     if engine.device.type == "cpu":
         cross_entropy.install()
+    matmul.choose_own(engine.device)
     dtype = torch_dtype(engine.plan.computes_in)
     why = matmul.choose(dtype, engine.device)
     if why:

@@ -189,6 +189,7 @@ class _Builder:
         if self.weights is not None and not late:
             self._load_on_leaders(home) if home is not None else self._load()
         self._load_extra()
+        matmul.choose_own(self.device)
         for of in {self.dtype, *(p.dtype for p in model.parameters())}:
             matmul.choose(of, self.device)
         return InferenceEngine(model, self.dtype, home=home)

@@ -1,12 +1,18 @@
-"""16-bit matrix products on a CPU where fp32's are faster.
+"""Matrix products on CPUs where torch's are slow: 16-bit ones through fp32, and fp32 by the core's kernel.
 
 Without the arithmetic torch falls to a reference loop (measured on one AVX-512 thread limited to AVX2: bf16 2.1, fp16
 2.4 GFLOP/s beside fp32's 131; with AVX-512 but no AVX512-BF16: bf16 34); with AVX512-BF16 and no AMX, Intel's bf16 runs
 at 0.5 to 0.6 of fp32. `install(dtype)` overrides aten's mm, addmm, bmm and baddbmm for that dtype on the CPU key:
 operands are widened to fp32 panel by panel, multiplied by the fp32 GEMM, summed in fp32, and the result is rounded
 once. Every other dtype goes to torch's own kernel, and so do products that are too small to pay for the widening, where
-there are instructions. Below autograd, so forward, backward, attention's products and torch.compile's extern calls all
-take it. Process-wide; installed once.
+there are instructions.
+
+fp32 is torch's MKL, which runs its AVX2 loop on AMD's processors: 93 to 110 GFLOP/s of the 256 that a core of Zen 5
+has. There `install(torch.float32)` gives products to dc_gemm (206 to 241; ops/cpu/gemm.c), but small ones, and operands
+that lie neither by rows nor by columns.
+
+Below autograd, so forward, backward, attention's products and torch.compile's extern calls all take it. Process-wide;
+installed once.
 """
 
 from __future__ import annotations
@@ -16,24 +22,31 @@ from typing import Any, cast
 
 import torch
 
-from ...core import cpu
+from ...core import cpu, env
 from ...core.foreign import patches
 from ...core.ops import dtype_of
 from . import without_notice
 
 PANEL = 4 << 20  # elements, of each fp32 copy: of either operand and of the result
 _DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
+LEAST_OWN = 1 << 20  # multiplications of a product that the core makes: smaller ones are through before this is asked
+_ROWS, _COLUMNS, _DEPTH, _SLACK = 448, 1024, 384, 32  # what the core packs of either operand (DC__GEMM_* of ops/ops.h)
 PAYS = 40  # multiplications for each number that is widened or rounded, from which on fp32 beats slow instructions
 
+_gemm = torch.ops.deepc.gemm.default  # of core.ops
 _library: torch.library.Library | None = None
-_least: dict[torch.dtype, int] = {}  # of each dtype that takes the path, such multiplications
+_least: dict[torch.dtype, int] = {}  # of each 16-bit dtype that takes the path, such multiplications
+_own = False  # fp32 is the core's
 calls = 0  # products that took the path; for tests
 
 
 def install(dtype: torch.dtype) -> None:
-    """Routes CPU matrix products of `dtype` (bfloat16 or float16) through fp32."""
-    global _library
-    _least[dtype] = _least_of(dtype)
+    """Routes CPU matrix products of `dtype` through fp32 (bfloat16 and float16), or to the core (float32)."""
+    global _library, _own
+    if dtype == torch.float32:
+        _own = True
+    else:
+        _least[dtype] = _least_of(dtype)
     if _library is not None:
         return
     patches.applied("matmul")
@@ -48,6 +61,17 @@ def install(dtype: torch.dtype) -> None:
 
 def _least_of(dtype: torch.dtype) -> int:
     return PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
+
+
+def choose_own(device: torch.device) -> None:
+    """fp32 by the core, if `device` is a CPU on which that is faster."""
+    if _is_own(device):
+        install(torch.float32)
+
+
+def _is_own(device: torch.device) -> bool:
+    chosen = device.type == "cpu" and cpu.fast_products()[0] and torch.backends.mkl.is_available()
+    return chosen and env.switch("DEEPC_MATMUL")
 
 
 def choose(dtype: torch.dtype, device: torch.device) -> str:
@@ -73,12 +97,30 @@ def emulated(dtype: torch.dtype) -> bool:
 def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
     """Not of mixed dtypes, nor of shapes that don't fit, which are torch's errors."""
     a, b = operands[-2:]
-    least = _least.get(b.dtype)
-    if least is None or any(t.dtype != b.dtype for t in operands):
+    own, least = _own and b.dtype == torch.float32, _least.get(b.dtype)
+    if not (own or least is not None) or any(t.dtype != b.dtype for t in operands):
         return False
     if a.dim() != dims or b.dim() != dims or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         return False
-    return _pays(a.shape[-2], a.shape[-1], b.shape[-1], least)
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if own:
+        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not (a.is_conj() or b.is_conj())
+    return _pays(m, k, n, cast(int, least))
+
+
+def _in_lines(x: torch.Tensor) -> bool:
+    """Whether matrices lie by rows or by columns."""
+    return x.stride(-1) == 1 or x.stride(-2) == 1
+
+
+def _fits(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the core, if it is to, can write `out`: rows with their elements side by side, in other memory than the
+    operands'."""
+    if out.dtype != torch.float32:
+        return True
+    if out.shape != (*a.shape[:-1], b.shape[-1]) or out.stride(-1) != 1 or out.stride(-2) < out.shape[-1]:
+        return False
+    return all(out.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in (a, b))
 
 
 def _pays(m: int, k: int, n: int, least: int) -> bool:
@@ -105,7 +147,7 @@ def _override_out(name: str, impl: Callable[..., None]) -> None:
     original, dims = torch.library.get_kernel(f"aten::{name}.out", "CPU"), _DIMS[name]
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-        if _takes((out, *args), dims):
+        if _takes((out, *args), dims) and _fits(out, *args[-2:]):
             global calls
             calls += 1
             a, b = args[-2:]
@@ -121,7 +163,7 @@ def _override_in_place(name: str, impl: Callable[..., None]) -> None:
 
     def kernel(keys: Any, c: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         a, b = args
-        if _takes((c, a, b), dims) and c.shape == (*a.shape[:-1], b.shape[-1]):
+        if _takes((c, a, b), dims) and c.shape == (*a.shape[:-1], b.shape[-1]) and _fits(c, a, b):
             global calls
             calls += 1
             impl(c, c, a, b, **kwargs)
@@ -149,6 +191,11 @@ def _into(
 ) -> None:
     """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as
     PANEL lets them be, and the sums of one are complete before the next."""
+    if out.dtype == torch.float32:
+        if c is not None and c is not out:
+            out.copy_(c)
+        _gemm(a, b, out, float(beta), float(alpha))
+        return
     (m, k), n = a.shape, b.shape[1]
     rows, depth, columns = _panel(m, k, n)
     for i in range(0, m, rows):
@@ -176,7 +223,9 @@ def _addmm(
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many of the products [m, k] x [k, n] have copies of at most PANEL elements."""
+    """How many of the products [m, k] x [k, n] have copies of at most PANEL elements; none if there are no copies."""
+    if a.dtype == torch.float32:
+        return 0
     return PANEL // max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1] * b.shape[2])
 
 
@@ -184,6 +233,8 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed;
     nothing if it needs none. For the memory plan: a and b may be fake."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if a.dtype == b.dtype == torch.float32 and m * k * n >= LEAST_OWN and _is_own(a.device):
+        return [4 * (min(m, _ROWS) + min(n, _COLUMNS) + 2 * _SLACK) * min(k, _DEPTH)] * torch.get_num_threads()
     if a.dtype != b.dtype or not _why(a.dtype, a.device) or not _pays(m, k, n, _least_of(a.dtype)):
         return []
     together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
