@@ -85,8 +85,9 @@ int dc_gemm(const dc_gemm_args *args) {
   gemm_cut(&j, dc_num_threads());
   dc_parallel_for(gemm_pieces(a.m, j.rows) * j.across, 1, gemm_range, &j);
   if (atomic_load(&j.no_room))
-    return DC_FAIL(DC_E_NOMEM, "no memory for the packed operands of a product of %lld x %lld x %lld, at most %lld bytes "
-                               "a thread; c is undefined now",
+    return DC_FAIL(DC_E_NOMEM,
+                   "no memory for the packed operands of a product of %lld x %lld x %lld, at most %lld bytes "
+                   "a thread; c is undefined now",
                    (long long)a.m, (long long)a.k, (long long)a.n,
                    (long long)(4 * dc__gemm_words(j.rows, j.cols, a.k)));
   return DC_OK;

@@ -325,11 +325,12 @@ typedef struct dc_xent_args {
 } dc_xent_args;
 DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 
-/* Product of matrices of fp32 (GEMM): c = beta c + alpha a b; c is not read if beta is 0. Of each element, a b is summed
- * in stretches of 384 of k: each is a chain of fused multiply-adds from 0 on, in the order of k; the first gives alpha *
- * stretch, or fma(alpha, stretch, beta * c), each other one fma(alpha, stretch, c). So bits depend neither on the
- * instruction set nor on threads, sizes or layouts. a and b may be stored by rows or by columns; c may overlap neither.
- * Threads pack at most 2.3 MiB each. DC_E_INVALID: strides; DC_E_NOMEM: no room to pack (c is undefined then). */
+/* Product of matrices of fp32 (GEMM): c = beta c + alpha a b; c is not read if beta is 0. Of each element, a b is
+ * summed in stretches of 384 of k: each is a chain of fused multiply-adds from 0 on, in the order of k; the first gives
+ * alpha * stretch, or fma(alpha, stretch, beta * c), each other one fma(alpha, stretch, c). So bits depend neither on
+ * the instruction set nor on threads, sizes or layouts. a and b may be stored by rows or by columns; c may overlap
+ * neither. Threads pack at most 2.3 MiB each. DC_E_INVALID: strides; DC_E_NOMEM: no room to pack (c is undefined then).
+ */
 typedef struct dc_gemm_args {
   size_t struct_size; /* sizeof(dc_gemm_args): see base.h */
   const float *a; /* [m, k]: element (i, p) at i * a_stride[0] + p * a_stride[1], one of which is 1 */

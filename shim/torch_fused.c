@@ -590,9 +590,11 @@ static void fused_gemm(dct_value *stack, uint64_t num_args, uint64_t num_outputs
             fused_look_matrix(&c, value_tensor(stack[2]), "out", &out);
   if (ok && c.cuda) ok = dct__fail(&c, "'a' is on a CUDA device, where torch.mm is faster; pass CPU tensors");
   if (ok && (a.size[1] != b.size[0] || out.size[0] != a.size[0] || out.size[1] != b.size[1]))
-    ok = dct__fail(&c, "[%" PRId64 ", %" PRId64 "] = [%" PRId64 ", %" PRId64 "] x [%" PRId64 ", %" PRId64 "] does not fit",
+    ok = dct__fail(&c,
+                   "[%" PRId64 ", %" PRId64 "] = [%" PRId64 ", %" PRId64 "] x [%" PRId64 ", %" PRId64 "] does not fit",
                    out.size[0], out.size[1], a.size[0], a.size[1], b.size[0], b.size[1]);
-  if (ok && out.size[1] > 1 && out.step[1] != 1) ok = dct__fail(&c, "the elements of a row of 'out' don't lie side by side");
+  if (ok && out.size[1] > 1 && out.step[1] != 1)
+    ok = dct__fail(&c, "the elements of a row of 'out' don't lie side by side");
   if (ok) {
     dc_gemm_args t = {.struct_size = sizeof t,
                       .a = a.v.ptr,

@@ -1,7 +1,8 @@
-/* gemm.c: bodies of dc_gemm, after Goto & van de Geijn (Anatomy of High-Performance Matrix Multiplication, TOMS 34, 2008)
- * and BLIS (Van Zee & van de Geijn, TOMS 41, 2015): a panel of b of GEMM_COLS columns and DC__GEMM_DEPTH rows is packed
- * for the outer caches, a block of a of GEMM_ROWS rows for L2, both in the order in which the innermost loop reads them,
- * and that loop keeps TALL x WIDE sums in registers. Operands may be transposed: packing turns squares of 16 x 16.
+/* gemm.c: bodies of dc_gemm, after Goto & van de Geijn (Anatomy of High-Performance Matrix Multiplication, TOMS 34,
+ * 2008) and BLIS (Van Zee & van de Geijn, TOMS 41, 2015): a panel of b of GEMM_COLS columns and DC__GEMM_DEPTH rows is
+ * packed for the outer caches, a block of a of GEMM_ROWS rows for L2, both in the order in which the innermost loop
+ * reads them, and that loop keeps TALL x WIDE sums in registers. Operands may be transposed: packing turns squares of
+ * 16 x 16.
  *
  * 14 x 32 sums on AVX-512 (28 of 32 registers; two loads of b and 14 of a for 28 FMAs), 6 x 16 on AVX2 (12 of 16).
  * On one core of an EPYC of Zen 5, GFLOP/s of 256: 206 to 241, oneDNN 163 to 255, MKL 93 to 110, which runs its AVX2
@@ -22,7 +23,8 @@ DC_INLINE int64_t gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
 /* `have` of `some` elements of each of `depth` rows, zeros behind them. Rows lie `along` elements apart. */
-DC_INLINE void gemm_pack_rows(float *dst, int width, const float *src, int64_t along, int64_t depth, int have, int some) {
+DC_INLINE void gemm_pack_rows(float *dst, int width, const float *src, int64_t along, int64_t depth, int have,
+                              int some) {
   for (int64_t p = 0; p < depth; p++) v_store32(dst + p * width, some, v_load32(src + p * along, have));
 }
 
@@ -99,7 +101,8 @@ DC_INLINE void gemm_tile(const float *a, const float *b, int64_t depth, float *c
   }
   for (int i = 0; i < rows; i++)
     for (int v = 0; v * LANES < cols; v++)
-      gemm_put(c + i * stride + v * LANES, (int)gemm_min(LANES, cols - v * LANES), sum[i][v], factor, old, beta != 0.0f);
+      gemm_put(c + i * stride + v * LANES, (int)gemm_min(LANES, cols - v * LANES), sum[i][v], factor, old,
+               beta != 0.0f);
 }
 
 void DC_BODY(gemm)(const dc_gemm_args *t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *scratch) {

@@ -1,5 +1,5 @@
-// dc_gemm: every instruction set against the scalar reference bit for bit, the reference against long double, layouts of
-// operands, threads, memory, and what it refuses.
+// dc_gemm: every instruction set against the scalar reference bit for bit, the reference against long double, layouts
+// of operands, threads, memory, and what it refuses.
 #include <cmath>
 
 #include "base/base.h"
@@ -42,9 +42,9 @@ Run run_of(const Case &c) {
 class Gemm : public Ops {};
 
 TEST_F(Gemm, EqualsReference) {
-  const int64_t shapes[][3] = {{1, 1, 1},    {14, 32, 16},  {6, 16, 3},   {13, 31, 15},   {15, 33, 17},  {28, 64, 384},
-                               {29, 17, 385}, {3, 130, 800}, {500, 5, 40}, {5, 1100, 20}, {40, 40, 769}, {0, 4, 4},
-                               {4, 0, 4},    {5, 7, 0}};
+  const int64_t shapes[][3] = {{1, 1, 1},     {14, 32, 16},  {6, 16, 3},    {13, 31, 15}, {15, 33, 17},
+                               {28, 64, 384}, {29, 17, 385}, {3, 130, 800}, {500, 5, 40}, {5, 1100, 20},
+                               {40, 40, 769}, {0, 4, 4},     {4, 0, 4},     {5, 7, 0}};
   int turn = 0;
   for (const auto &s : shapes)
     for (int layout = 0; layout < 4; layout++, turn++) {
@@ -87,7 +87,8 @@ TEST_F(Gemm, NothingBesideTheMatrixIsWritten) {
 }
 
 TEST_F(Gemm, ThreadsDoNotChangeBits) {
-  for (const Case &c : {Case{300, 700, 500, false, true, 1.0f, 0.5f, 0}, Case{900, 40, 390, true, false, 2.0f, 0.0f, 1}}) {
+  for (const Case &c :
+       {Case{300, 700, 500, false, true, 1.0f, 0.5f, 0}, Case{900, 40, 390, true, false, 2.0f, 0.0f, 1}}) {
     const auto arrays = arrays_of(c, kOrdinary);
     dc_set_num_threads(1);
     const auto one = run_once(arrays, kAtStart, run_of(c));

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from torch import nn
 
 from ..core import ops
 from ..errors import ArgumentError, UnsupportedError
+from .aten import matmul
 from .loss import linear_cross_entropy
 
 KINDS = ("norm", "mlp", "rotary", "attention", "loss")
@@ -116,6 +118,8 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
         raise UnsupportedError(
             f"nothing in {type(model).__name__} can be fused with only={kinds!r}.{reasons}\n{_SUPPORTED}"
         )
+    for p in itertools.islice(model.parameters(), 1):
+        matmul.choose_own(p.device)
     return summary
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "choose_dtype",
     "compute_path",
     "cpu_flags",
+    "fast_matmul",
     "fp16_arithmetic",
     "make_scaler",
     "name_of",
@@ -68,6 +69,17 @@ def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
         fp16.hysteresis,
         fp16.consecutive_hysteresis,
     )
+
+
+def fast_matmul() -> bool:
+    """Products of fp32 matrices on CPUs are deepc's from now on, for the whole process, where that is faster: AMD's
+    processors from Zen 5 on, of which torch's MKL uses half. Returns whether they are. deepc's engines and
+    `deepc.fuse` do it themselves; `DEEPC_MATMUL=0` forbids it."""
+    import torch
+
+    from ...nn.aten import matmul
+
+    return matmul.choose_own(torch.device("cpu"))
 
 
 # ---- changing the precision while training ---------------------------------------------------------------------------

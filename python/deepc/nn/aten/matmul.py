@@ -63,15 +63,17 @@ def _least_of(dtype: torch.dtype) -> int:
     return PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
 
 
-def choose_own(device: torch.device) -> None:
-    """fp32 by the core, if `device` is a CPU on which that is faster."""
-    if _is_own(device):
+def choose_own(device: torch.device) -> bool:
+    """fp32 by the core, if `device` is a CPU on which that is faster. Returns whether it is."""
+    chosen = _is_own(device)
+    if chosen:
         install(torch.float32)
+    return chosen
 
 
 def _is_own(device: torch.device) -> bool:
-    chosen = device.type == "cpu" and cpu.fast_products()[0] and torch.backends.mkl.is_available()
-    return chosen and env.switch("DEEPC_MATMUL")
+    fast = device.type == "cpu" and cpu.fast_products()[0] and torch.backends.mkl.is_available()
+    return fast and env.switch("DEEPC_MATMUL")
 
 
 def choose(dtype: torch.dtype, device: torch.device) -> str:
