@@ -186,6 +186,10 @@ for m, k, n, by_columns in ((64, 400, 70, False), (33, 900, 65, True), (2, 2000,
 square = torch.randn(128, 128)
 twice = square.clone()
 check(twice.addmm_(twice, square), square.double() + square.double() @ square.double(), 0)  # out is an operand: torch's
+torch.set_float32_matmul_precision("medium")  # bf16 inside is allowed: torch's
+assert torch.allclose(square @ square, (square.double() @ square.double()).float(), atol=0.5)
+torch.set_float32_matmul_precision("highest")
+assert matmul.calls == before
 small = torch.randn(64, 64)
 check(small @ small, small.double() @ small.double(), 0)
 layer, x = torch.nn.Linear(300, 200), torch.randn(4, 50, 300, requires_grad=True)

@@ -106,8 +106,15 @@ def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
         return False
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if own:
-        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not (a.is_conj() or b.is_conj())
+        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not _in_bf16()
     return _pays(m, k, n, cast(int, least))
+
+
+def _in_bf16() -> bool:
+    """Whether the program has allowed bf16 inside of fp32 products (torch.set_float32_matmul_precision("medium")),
+    which are faster still."""
+    allowed: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # set at import
+    return allowed == "bf16"
 
 
 def _in_lines(x: torch.Tensor) -> bool:

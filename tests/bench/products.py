@@ -1,0 +1,78 @@
+"""Products of fp32 matrices on one CPU: deepc's dc_gemm beside torch's (MKL) and oneDNN's, GFLOP/s.
+
+    python tests/bench/products.py --threads 1 --rounds 7 [--cases 512x384x1536 2048x2048x2048]
+
+A case is rows x depth x columns. For each: "forward", x w.t() as nn.Linear has it; "of x", g w; "of w", g.t() x.
+Contenders take turns in one process, on memory that is kept (memory.keep_heap). Says whether deepc's engines take
+their own kernel on this processor (precision.fast_matmul)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from common import machine, paired_row, require_deepc, rounds, row
+
+CASES = ["512x384x1536", "512x1536x384", "512x384x50257", "256x256x256", "128x128x128", "2048x2048x2048"]
+
+
+def contenders(a, b) -> dict:
+    """Name -> a b, for matrices of torch."""
+    import torch
+
+    out = a.new_empty(a.shape[0], b.shape[1])
+    onednn = torch.ops.mkldnn._linear_pointwise
+    return {
+        "torch": lambda: torch.mm(a, b, out=out),
+        "oneDNN": lambda: onednn(a, b.t(), None, "none", [], ""),
+        "deepc": lambda: torch.ops.deepc.gemm(a, b, out, 0.0, 1.0),
+    }
+
+
+def measure(name: str, what: str, a, b, count: int) -> None:
+    flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    calls = max(1, int(2e8 / flops))  # 1 ms and more
+
+    def often(one):
+        return lambda: [one() for _ in range(calls)]
+
+    times = rounds({k: often(one) for k, one in contenders(a, b).items()}, count)
+    speeds = {k: [calls * flops / ms / 1e6 for ms in v] for k, v in times.items()}
+    for who, speed in speeds.items():
+        print(json.dumps(row("products", f"{name} {what}", who, "GFLOP/s", speed)), flush=True)
+    for peer in ("torch", "oneDNN"):
+        more = paired_row(speeds["deepc"], speeds[peer])
+        print(
+            json.dumps(row("products", f"{name} {what}", "deepc", "GFLOP/s", speeds["deepc"], peer=peer, **more)),
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    args = parser.parse_args()
+    os.environ["DEEPC_MATMUL"] = "0"  # torch's are to be torch's
+    require_deepc()
+    import torch
+    from deepc import memory
+    from deepc.core.cpu import fast_products
+
+    torch.set_num_threads(args.threads)
+    memory.keep_heap()
+    print(
+        json.dumps({"bench": "products", **machine(), "threads": args.threads, "engines": fast_products()}), flush=True
+    )
+    for name in args.cases:
+        m, k, n = map(int, name.split("x"))
+        x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+        measure(name, "forward", x, w.t(), args.rounds)
+        measure(name, "of x", g, w, args.rounds)
+        measure(name, "of w", g.t(), x, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
