@@ -86,7 +86,8 @@ def test_switches_have_one_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ConfigError, match=f"{name}='{wrong}'.*0 or 1"):
                 env.switch(name)
         monkeypatch.delenv(name)
-        assert env.switch(name) is (name in ("DEEPC_HUGEPAGES", "DEEPC_KEEP_HEAP", "DEEPC_MEMBARRIER", "DEEPC_CMA"))
+        on = "HUGEPAGES", "KEEP_HEAP", "CHUNKED_LOSS", "MATMUL", "MEMBARRIER", "CMA"
+        assert env.switch(name) is (name.removeprefix("DEEPC_") in on)
 
 
 def test_argument_environment_config_default(monkeypatch: pytest.MonkeyPatch) -> None:

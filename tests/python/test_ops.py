@@ -199,6 +199,13 @@ OPCHECKS = {
     "spread_topk": lambda: (torch.zeros(60, dtype=torch.uint8), torch.empty(200), 128, 5),
     "add_topk": lambda: (torch.zeros(60, dtype=torch.uint8), make(200, torch.float32), 128, 5, 2.0),
     "rotate_blocks": lambda: (make(2200, torch.float32),),
+    "gemm": lambda: (
+        make(60, torch.float32).view(4, 15),
+        make(90, torch.float32, 2).view(6, 15).t(),
+        torch.ones(4, 6),
+        0.5,
+        2.0,
+    ),
     "cross_entropy_rows": lambda: (
         make(120, torch.float32).view(4, 30),
         torch.tensor([1, -100, 0, 28]),

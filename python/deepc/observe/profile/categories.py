@@ -96,7 +96,7 @@ def sample(engines: Iterable[Any], states: int) -> dict[str, int]:
     if device.type == "cuda":
         whole = torch.cuda.memory_allocated(device)
     else:
-        free = memory.heap()["free"]
+        free = memory.heap()["free_resident"]
         whole, out["shared"] = resident()
         out["kept_free"] = min(free, max(0, whole - out["parameters"] - out["gradients"] - out["optimizer_states"]))
     known = out["parameters"] + out["gradients"] + out["optimizer_states"] + out["kept_free"]

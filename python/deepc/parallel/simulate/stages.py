@@ -261,6 +261,9 @@ class _Live:
         self.alloc(-1, nbytes)
         self.free(-1)
 
+    def come_and_go(self, sizes: list[int]) -> None:
+        self.hold(sum(sizes))
+
 
 def _points(heap: ShadowHeap, blocks: list[torch.nn.Module], calls: chain.Calls) -> chain.Points:
     """Where blocks can be cut inside is seen by their values: one block of each kind gets some for that. What its runs
