@@ -26,16 +26,18 @@ CLIP, MICRO_BATCH = 1.0, 2
 SMALL_BUCKET = 5_000_000  # elements; DeepSpeed's default of 5e8 stages all gradients at once
 
 SINGLE = ("single", "single-autocast", "single-deepc")  # one process
-INDEPENDENT = ("independent", "independent-autocast")  # as many processes as ranks, which never talk: the limit
+INDEPENDENT = ("independent", "independent-autocast", "independent-matmul")  # as ranks, which never talk: the limit
 BASES = {
     "single": "one process, 1 thread",
     "single-autocast": "one process, 1 thread, autocast",
     "single-deepc": "deepc, one process",
     "independent": "as many processes that never talk",
     "independent-autocast": "as many processes that never talk, autocast",
+    "independent-matmul": "as many processes that never talk, fast_matmul()",
     "ddp": "DDP",
     "ddp-bf16-weights": "DDP, bf16 weights",
     "ddp-fused": "DDP, deepc.fuse",
+    "ddp-matmul": "DDP, fast_matmul()",
     "ddp-deepc": 'DDP on the backend "deepc"',
     "zero-redundancy": "ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
@@ -54,6 +56,7 @@ BASES = {
 }
 _SWITCHES = {"deepc-3-returned": {"DEEPC_KEEP_HEAP": "0"}, "deepc-3-whole": {"DEEPC_CHUNKED_LOSS": "0"}}
 ALSO_BF16 = {"ddp": ("ddp", "ddp-bf16-weights")}  # a peer's forms in bf16 of which +best is the fastest
+ONLY_FP32 = ("independent-matmul", "ddp-matmul")  # deepc.precision.fast_matmul() has its products
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-2-cpu", "deepc-3-cpu", "deepc-3-nvme")  # compared with each peer
 _PLACES = [f"/usr/lib{place}/libtcmalloc_minimal.so.4" for place in (f"/{os.uname().machine}-linux-gnu", "64", "")]
@@ -113,8 +116,8 @@ class Contender(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Its model went through deepc.fuse."""
-        return self.base.endswith("-fused")
+        """Its model went through deepc.fuse, or its products are deepc's."""
+        return self.base.endswith(("-fused", "-matmul"))
 
     @property
     def peer(self) -> bool:
@@ -142,6 +145,11 @@ class Contender(NamedTuple):
         if self.allocator == "tcmalloc" and not os.path.exists(TCMALLOC):
             return f"there is no {TCMALLOC} (apt-get install libtcmalloc-minimal4)"
         return ""
+
+
+def left_out(c: Contender, precision: str) -> bool:
+    """What is the same as another contender in this precision."""
+    return c.base in (ONLY_FP32 if precision == "bf16" else ONLY_BF16)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -236,12 +244,14 @@ def engine_step(engine):
 
 
 def make_ddp(model, precision: str, kind: str):
-    deepc = require_deepc() if kind in ("fused", "deepc") else None
+    deepc = require_deepc() if kind in ("fused", "deepc", "matmul") else None
     import torch
     import torch.distributed as dist
 
     if deepc and kind == "fused":
         deepc.fuse(model)
+    if deepc and kind == "matmul":
+        deepc.precision.fast_matmul()
     dist.init_process_group("deepc" if kind == "deepc" else "gloo")
 
     def wrap(m):
@@ -307,6 +317,8 @@ def make_step(contender: Contender, precision: str, size: str):
     if kind in ("single", "independent"):
         if how == "deepc":
             return make_deepc(model, precision, 0)
+        if how == "matmul":
+            require_deepc().precision.fast_matmul()
         if precision == "bf16" and not how:
             return with_masters(model)
         return plain(model, list(model.parameters()), precision, cast=True)

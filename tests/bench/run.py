@@ -102,10 +102,17 @@ def _quick_train() -> list[str]:
     """Both precisions where 16 bits are of use, each peer as it comes and at its best: in two groups, as many as fit
     into 24 GiB together. A step each, since more rounds say more than longer bursts; what others left in the caches is
     little beside a step of this size, and the same for all."""
-    first = [*LIMIT, "ddp", "ddp+best", "ddp-fused+keep", *MINE]
+    first = [*LIMIT, *_matmul(), "ddp", "ddp+best", "ddp-fused+keep", *MINE]
     second = [f"{base}{form}" for base in ("fsdp2", "fsdp2-kept", "deepspeed-3") for form in ("", "+best")]
     short = ["--steps", "1", "--settle", "0", "--rounds", "5", "--warmup", "0", "--sampled", "2", "--fork"]
     return ["--precision", *_precisions(), *short, "--contenders", *first, "--contenders", *second, *MINE]
+
+
+def _matmul() -> list[str]:
+    """What has deepc's products of fp32 and nothing else of deepc's, where those are others than torch's."""
+    from deepc.core.cpu import fast_products
+
+    return ["independent-matmul+keep", "ddp-matmul+keep"] if fast_products()[0] else []
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
@@ -116,7 +123,7 @@ def _batches(has_deepspeed: bool) -> list[list[str]]:
         return [base, *(f"{base}+{allocator}" for allocator in ALLOCATORS)]
 
     groups = [
-        [*every("ddp"), *every("ddp-bf16-weights"), "ddp-fused+keep", "ddp-deepc+keep"],
+        [*every("ddp"), *every("ddp-bf16-weights"), *_matmul(), "ddp-fused+keep", "ddp-deepc+keep"],
         [*every("fsdp2"), "zero-redundancy", "zero-redundancy+keep"],
         every("fsdp2-kept"),
         [
@@ -278,7 +285,8 @@ HEADS = {
         " The quick form takes of these the one whose third step was the shortest in a screening (the table behind the"
         " others) in fp32, and the same in bf16, of autocast and bf16 weights for DDP; the full form has all."
         " A table is a group that took turns (quick: a step each). The limit: as many processes as ranks at the same"
-        " time, with `keep_heap()`, that never talk."
+        " time, with `keep_heap()`, that never talk; where deepc makes products of fp32 itself, the faster of those"
+        " with and without them (`deepc.precision.fast_matmul()`)."
         " × is deepc's speed over the row's, with the quartiles of the rounds' own ratios; of memory, the row's over"
         " deepc's. PSS: highest sum over the ranks, polled in steps that nobody times; VmHWM: sum of the ranks' highest"
         " resident sets as the kernel keeps them, set-up included, pages that are shared counted for each rank."

@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from common import emit, paired_row, skip, status_mib
-from contenders import BASES, BEST, INDEPENDENT, MICRO_BATCH, MINE, MODELS, ONLY_BF16, SINGLE, Contender, make_step
+from contenders import BASES, BEST, INDEPENDENT, MICRO_BATCH, MINE, MODELS, SINGLE, Contender, left_out, make_step
 from nursery import FILES, Nursery, serve
 from peers import drop_stale_locks, environment
 from training import LOSSES, PSS, RESIDENT, SCREENING, SPEED
@@ -277,11 +277,11 @@ def measure(args: argparse.Namespace) -> None:
             own = argparse.Namespace(**{**vars(args), "precision": precision})
             wanted = dict.fromkeys(c for group in args.contenders for c in group if c.allocator == BEST)
             for c in wanted:
-                if precision == "bf16" or c.base not in ONLY_BF16:
+                if not left_out(c, precision):
                     before = found.get(c)
                     found[c] = screen(own, c, nursery, before.allocator if before else "")
             for i, group in enumerate(args.contenders):
-                chosen = (found.get(c, c) for c in group if precision == "bf16" or c.base not in ONLY_BF16)
+                chosen = (found.get(c, c) for c in group if not left_out(c, precision))
                 groups.append((own, i, [c for c in dict.fromkeys(chosen) if c], {c for c in found.values() if c}))
         for done, (own, i, chosen, best) in enumerate(groups):
             now = time.monotonic()

@@ -27,9 +27,9 @@ def tables(rows: list[Row]) -> list[str]:
 
 # ---- the headline ----------------------------------------------------------------------------------------------------
 def best_peer(rows: list[Row], mine: str, fused: bool, as_it_comes: bool) -> Row | None:
-    """The row of `mine` in speed against the peer that loses the least to it. fused: among those whose model went
-    through deepc.fuse, else among the others. as_it_comes: only those without an allocator that a user gave
-    them."""
+    """The row of `mine` in speed against the peer that loses the least to it. fused: among those with operators of
+    deepc's (deepc.fuse, fast_matmul()), else among the others. as_it_comes: only those without an allocator that a user
+    gave them."""
     rivals = [
         r
         for r in rows
@@ -50,7 +50,7 @@ def headlines(rows: list[Row]) -> list[str]:
         told = []
         for fused, as_it_comes, what in (
             (False, False, "the best peer with what a user can give it"),
-            (True, False, "the best that is fused too"),
+            (True, False, "the best with operators of deepc's too"),
             (False, True, "the best as it comes"),
         ):
             if r := best_peer(rows, mine, fused, as_it_comes):

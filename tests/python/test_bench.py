@@ -129,7 +129,7 @@ def test_the_headline_is_against_the_best_peer_with_what_a_user_can_give_it(modu
         "1.05x (1.04 to 1.06) the best peer with what a user can give it, FSDP2, tcmalloc, in 0.80 (PSS) and 0.50"
         in line
     )
-    assert "0.90x (0.89 to 0.91) the best that is fused too, DDP, deepc.fuse, keep_heap()" in line
+    assert "0.90x (0.89 to 0.91) the best with operators of deepc's too, DDP, deepc.fuse, keep_heap()" in line
     assert "1.50x (1.49 to 1.51) the best as it comes, DDP" in line and "0.97 of the limit" in line
 
 
