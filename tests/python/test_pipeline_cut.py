@@ -600,6 +600,66 @@ def test_cuts_are_the_best_of_all():
             assert squares(cuts) == pytest.approx(min(map(squares, alike)), abs=1e-9)
 
 
+def _by_all_cuts(costs, stages, slack):
+    """What cut() promises, tried with every begin of every stage: O(stages x layers^2)."""
+    import math
+
+    n, total = len(costs), [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    def least(cost_of):
+        best = [(0.0, [0])] + [(math.inf, [])] * n
+        for stage in range(1, stages + 1):
+            following = [(math.inf, [])] * (n + 1)
+            for end in range(stage, n - (stages - stage) + 1):
+                for begin in range(stage - 1, end):
+                    found = cost_of(best[begin][0], total[end] - total[begin])
+                    if found < following[end][0]:
+                        following[end] = found, [*best[begin][1], end]
+            best = following
+        return best[n]
+
+    bound = (1 + slack + 1e-12) * least(max)[0]
+    return least(lambda before, cost: before + cost * cost if cost <= bound else math.inf)[1]
+
+
+def test_cuts_and_their_ties_are_those_of_a_search_of_all():
+    import random
+
+    from deepc.parallel.pipeline.balance import cut
+
+    draw = random.Random(5)
+    kinds = [
+        lambda: float(draw.randint(0, 3)),
+        lambda: draw.choice([0.1, 0.2, 0.3]),  # sums in another order round to others
+        lambda: float(draw.randint(10**8, 10**8 + 2)),  # squares that round
+        lambda: draw.choice([0.0, 1e-8, 1.0, 1e8]),
+        lambda: 0.1,
+        draw.random,
+    ]
+    for _ in range(2000):
+        kind, layers = draw.choice(kinds), draw.randint(1, 16)
+        costs, stages, slack = [kind() for _ in range(layers)], draw.randint(1, layers), draw.choice([0.0, 0.005, 0.3])
+        assert cut(costs, stages, slack) == _by_all_cuts(costs, stages, slack), (costs, stages, slack)
+
+
+def test_a_thousand_layers_are_cut_at_once():
+    from deepc.parallel.pipeline.balance import cut
+
+    assert cut([1.0] * 1000, 50) == list(range(0, 1001, 20))  # half a minute by a search of all
+    assert cut([1e6, *[1.0] * 999], 64)[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_a_cost_that_is_none_is_an_error(cost):
+    from deepc.errors import ArgumentError
+    from deepc.parallel.pipeline.balance import cut
+
+    with pytest.raises(ArgumentError, match="layer 1 can't cost"):
+        cut([1.0, cost, 1.0], 2)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "inside"),
     [
