@@ -44,7 +44,7 @@ def nested(path: str, value) -> dict:
 def test_rows_are_whole():
     assert len(TABLE) == len(KEYS)
     for row in KEYS:
-        kinds = ("bool", "int", "number", "str", "strings", "numbers", "object", "gated", "pick", "any")
+        kinds = ("bool", "int", "number", "str", "strings", "ints", "numbers", "object", "gated", "pick", "any")
         assert row.kind in kinds, row.path
         assert row.help, row.path
         if row.state is not State.ACTIVE:

@@ -214,8 +214,13 @@ def test_wrong_requests_are_errors():
     for text in ("x", "5-3", "0-2", "1-2,everything"):
         with pytest.raises(ArgumentError, match="DEEPC_TIMELINE"):
             _asked(type("Section", (), {"steps": (0, 0)}), text)
-    for steps in ([3, 2], [1.5, 2], [0, 2], [1]):
-        with pytest.raises(ConfigError, match="deepc.timeline.steps"):
+    for steps, told in (
+        ([6, 4], r"= \[6, 4\] must be two whole numbers"),  # as they were written, not 6.0 and 4.0
+        ([1.5, 2], "must be an integer"),
+        ([0, 2], "must be two whole numbers"),
+        ([1], "must be a list of 2 integers"),
+    ):
+        with pytest.raises(ConfigError, match=f"deepc.timeline.steps {told}" if "=" in told else told):
             Config.load({"train_batch_size": 1, "deepc": {"timeline": {"steps": steps}}}, world_size=1)
     section = Config.load(
         {
@@ -225,6 +230,7 @@ def test_wrong_requests_are_errors():
         world_size=1,
     ).deepc.timeline
     assert (section.steps, section.modules, section.memory_ms, section.folder) == ((2, 3), True, 1, "f")
+    assert repr(section.steps) == "(2, 3)"
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

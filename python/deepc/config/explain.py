@@ -248,6 +248,7 @@ _KINDS = {
     "number": "number",
     "str": "string",
     "strings": "list of strings",
+    "ints": "list of integers",
     "numbers": "list of numbers",
     "object": "object",
     "gated": 'object with "enabled"',

@@ -37,7 +37,7 @@ class Key:
     """One row. `why` is the reason of an INERT key, the capability of a LATER one, the advice of a REMOVED one."""
 
     path: str
-    kind: str  # bool | int | number | str | strings | numbers | object | gated | pick | any
+    kind: str  # bool | int | number | str | strings | ints | numbers | object | gated | pick | any
     default: Any = None
     help: str = ""
     state: State = State.ACTIVE
@@ -1163,7 +1163,7 @@ KEYS: tuple[Key, ...] = (
     ),
     _active(
         "deepc.timeline.steps",
-        "numbers",
+        "ints",
         (0, 0),
         "Record a timeline of these optimizer steps, [first, last], the first step is 1 (docs/profiling.md).",
         ge=0,

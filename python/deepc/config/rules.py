@@ -551,9 +551,7 @@ class Loader:
     def _timeline_rules(self) -> None:
         path = "deepc.timeline.steps"
         first, last = self.get(path)
-        if path in self.values and (
-            first != int(first) or last != int(last) or not first <= last or (last > 0 and first < 1)
-        ):
+        if path in self.values and (not first <= last or (last > 0 and first < 1)):
             self.fail(
                 path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off)."
             )

@@ -19,13 +19,14 @@ _JSON_TYPES = {
     "object": "object",
     "gated": "object",
 }
+_ITEMS = {"strings": "string", "ints": "integer", "numbers": "number"}
 
 
 def _row_schema(row: Key) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    if row.kind in ("strings", "numbers"):
-        item: dict[str, Any] = {"type": "string" if row.kind == "strings" else "number"}
-        if row.kind == "numbers":
+    if row.kind in _ITEMS:
+        item: dict[str, Any] = {"type": _ITEMS[row.kind]}
+        if row.kind != "strings":
             item.update(_bounds(row))
             out.update(minItems=len(row.default), maxItems=len(row.default))
         out.update(type="array", items=item)

@@ -273,7 +273,7 @@ class FlopsProfilerConfig:
 class TimelineConfig:
     """Section deepc.timeline: steps [first, last], (0, 0) is off."""
 
-    steps: tuple[float, float]
+    steps: tuple[int, int]
     modules: bool
     memory_ms: float
     folder: str | None

@@ -44,6 +44,7 @@ _KIND_WORDS = {
     "number": "a number",
     "str": "a string",
     "strings": "a list of strings",
+    "ints": "a list of integers",
     "numbers": "a list of numbers",
     "object": "an object {...}",
     "gated": "an object {...}",
@@ -119,10 +120,11 @@ def check_value(row: Key, value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise _Bad("must be a list of strings")
         return list(value)
-    if kind == "numbers":
+    if kind in ("ints", "numbers"):
+        word = "integers" if kind == "ints" else "numbers"
         if not isinstance(value, (list, tuple)) or len(value) != len(row.default):
-            raise _Bad(f"must be a list of {len(row.default)} numbers")
-        return tuple(_check_number(row, v, False) for v in value)
+            raise _Bad(f"must be a list of {len(row.default)} {word}")
+        return tuple(_check_number(row, v, kind == "ints") for v in value)
     if kind == "pick":
         if isinstance(value, bool) or (isinstance(value, str) and value == AUTO):
             return value

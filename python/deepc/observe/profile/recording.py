@@ -406,7 +406,7 @@ def _asked(section: Any, text: str) -> tuple[tuple[int, int], bool]:
     """((first step, last step), modules). DEEPC_TIMELINE, "3-5", "3" or "3-5,modules", comes before the
     configuration."""
     if not text:
-        begin, end = map(int, section.steps)
+        begin, end = section.steps
         return (max(1, begin), end), False
     steps, _, more = text.partition(",")
     first, _, last = steps.partition("-")
