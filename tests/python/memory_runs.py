@@ -19,6 +19,7 @@ C = dict(width=768, layers=6, vocab=8192, context=256, micro=4)  # 49 M
 D = dict(width=256, layers=4, vocab=32000, context=512, micro=4)  # 11 M, logits dominate
 H = dict(width=512, layers=6, vocab=16384, context=256, micro=4, hf=True)  # transformers' GPT-2
 P = dict(H, micro=2, gas=4)  # the same in pipelines
+F = dict(H, layers=3, micro=8, vocab=50257, fuse=True)  # its head and loss by chunks
 M = dict(width=384, layers=4, vocab=8192, context=256, micro=4, experts=8, k=1, capacity=1.25)  # 8 experts a block
 CASES: dict[str, dict] = {
     "A stage 0, 1 rank, fp32": dict(A, stage=0),
@@ -63,6 +64,8 @@ CASES: dict[str, dict] = {
     "B stage 0, 1 rank, fp32, budget": dict(B, stage=0, budget="300MB"),
     "B stage 3, 2 ranks, bf16, budget, accumulation 2": dict(B, stage=3, world=2, bf16=True, gas=2, budget="150MB"),
     "H stage 1, 2 ranks, fp32, budget, dropout": dict(H, stage=1, world=2, dropout=0.1, budget="300MB"),
+    "H stage 0, 1 rank, fp32, fused loss": dict(F, stage=0),
+    "H stage 0, 1 rank, bf16, fused loss": dict(F, stage=0, bf16=True),
     "H stage 1, 2 tensor ranks, fp32": dict(H, stage=1, world=2, tensor=2),
     "H stage 2, 2 tensor ranks, bf16, accumulation 2": dict(H, stage=2, world=2, tensor=2, bf16=True, gas=2),
     "H stage 0, 2 stages, 1f1b, fp32": dict(P, stage=0, world=2, stages=2),
@@ -216,6 +219,8 @@ def make_config(case: dict) -> dict:
     if case.get("stages"):
         out["pipeline"] = {"stages": case["stages"]}
         out["deepc"] = {"pipeline": {"schedule": case.get("schedule", "1f1b")}}
+    if case.get("fuse"):
+        out.setdefault("deepc", {})["fuse"] = "auto"
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
     if case.get("autocast"):

@@ -82,6 +82,38 @@ def test_the_predicted_peak_is_within_5_percent_everywhere(name: str) -> None:
     predicted_and_measured(name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_loss_by_chunks_holds_inside_counts(dtype: torch.dtype) -> None:
+    """The logits of a chunk beside the gradients; the factor of backward writes
+    to the memory of these."""
+    tokens, width, classes = 2048, 64, 8192
+    logits, weight = tokens * classes * dtype.itemsize, classes * width * dtype.itemsize
+
+    def work() -> dict[str, int]:
+        from deepc.core.foreign.private import FakeTensorMode
+        from deepc.nn import loss as linear_loss
+        from deepc.plan.predict.dryrun.heap import ShadowHeap
+        from deepc.plan.predict.dryrun.tracker import make_tracker
+
+        linear_loss.dry = True
+        tracker = make_tracker()(ShadowHeap())
+        with FakeTensorMode(), tracker:
+            hidden = torch.empty(tokens, width, dtype=dtype, device="cpu")
+            matrix = torch.empty(classes, width, dtype=dtype, device="cpu", requires_grad=True)
+            labels = torch.empty(tokens, dtype=torch.int64, device="cpu")
+            before = tracker.live
+            loss = deepc.linear_cross_entropy(hidden, matrix, labels)
+            forward, tracker.peak = tracker.peak - before, tracker.live
+            loss.backward()
+            return {"forward": forward, "backward": tracker.peak - before, "guesses": len(tracker.guesses)}
+
+    found = dryrun.forked(work)
+    assert found["guesses"] == 0  # which the plan's notes would list
+    inside = logits + (weight if dtype == torch.float32 else 0)
+    assert inside <= found["forward"] < inside + 2 * weight + (1 << 20)
+    assert weight <= found["backward"] < weight + (1 << 20)
+
+
 def test_tensor_parallel_ranks_hold_shards() -> None:
     """By arithmetic, of a model that is never made; and the plan in words."""
     pytest.importorskip("transformers")

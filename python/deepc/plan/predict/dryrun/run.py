@@ -16,8 +16,9 @@ from ....core.foreign import patches
 from ....core.foreign.buffers import buffer_dtypes
 from ....core.ops import casts
 from ....errors import ArgumentError
+from ....nn import loss as linear_loss
 from ....nn import rows
-from ....nn.aten import cross_entropy
+from ....nn.aten import cross_entropy, matmul
 from ..shapes import WithoutValues, Work
 from .gradients import Accumulators, Reducer
 from .heap import ShadowHeap, anonymous_bytes
@@ -233,6 +234,7 @@ def run(
     staged: Staged | None = None,
     sums_in: torch.dtype = torch.float32,
     buffers: str | None = None,
+    computes_in: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
     spoilt.
@@ -243,7 +245,7 @@ def run(
     known) makes a function that does a torch optimizer's step on shards, or None.
     staged: how a batch goes through the rank's stages of a pipeline, whose gradients may be added up in `sums_in`.
     buffers: that buffers are cast to (data_types.buffer_dtype). autocast: what the model's forward runs in (a rank's
-    stages of a pipeline know theirs).
+    stages of a pipeline know theirs). computes_in: of the matrix products, with autocast another one than `dtype`.
     Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
     "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
     forward, "largest_gradient"; what of the forward is "recomputed", in words; and of the
@@ -253,6 +255,8 @@ def run(
     from ....core.foreign.private import FakeTensorMode
 
     cross_entropy.install()  # as initialize does
+    matmul.choose(computes_in or dtype, torch.device("cpu"))
+    linear_loss.dry = True
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     heap = ShadowHeap()
     tracker = make_tracker()(heap)

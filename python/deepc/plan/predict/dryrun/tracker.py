@@ -9,13 +9,18 @@ import torch
 
 from ....core.foreign.private import graph_task_id, references
 from ....errors import UnsupportedError
+from ....nn import loss
 from ....nn.aten import matmul
 from ....nn.rows import Seen
 from ..shapes import PRODUCTS
 from .heap import ShadowHeap
 
 _aten = torch.ops.aten
-_MULTIPLIES = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_MULTIPLIES = {
+    overload
+    for packet in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+    for overload in (packet.default, packet.out)
+}
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 
 
@@ -119,6 +124,7 @@ def make_tracker() -> type[Any]:
             self._values, self.sums = values, _Sums()
             self.of_experts: Seen | None = None
             self.products = 0  # of experts, in forwards
+            self._inside = False  # of an operator that is made of others
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,7 +132,8 @@ def make_tracker() -> type[Any]:
             # two thirds of all calls: torch's C++ asks a fake tensor where it is. The other modes only pass it on.
             if func is device_of and isinstance(args[0], FakeTensor):
                 return FakeTensor.__torch_dispatch__(func, types, args)
-            self.op = func
+            if not self._inside:
+                self.op = func
             if self.sums.in_place(func, args, kwargs, FakeTensor):
                 return args[0].add_(args[1])
             if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
@@ -134,17 +141,27 @@ def make_tracker() -> type[Any]:
                     f"the model calls the collective {func} in its forward, which a dry run of one rank can't do"
                 )
             if func in _READS and not self._values:
-                self.guesses.append(str(func))
+                if not self._inside:
+                    self.guesses.append(str(func))
                 return _guess(func, args)
             of = self.of_experts
             if of is not None and of.parts and graph_task_id() == -1 and func.overloadpacket.__name__ in PRODUCTS:
                 self.products += 1
-            out = func(*args, **(kwargs or {}))
+            out = self._made_of_others(func, args) if func in loss.MADE_OF else func(*args, **(kwargs or {}))
             for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     self.add(leaf)
             if func in _MULTIPLIES and (held := matmul.copies(*args[-2:])):
                 self.heap.come_and_go(held)
             return out
+
+        def _made_of_others(self, func: Any, args: tuple[Any, ...]) -> Any:
+            """By the operators that it consists of, whose buffers count: without numbers it has none."""
+            outer, self._inside = self._inside, True
+            try:
+                with self:
+                    return loss.MADE_OF[func](*args)
+            finally:
+                self._inside = outer
 
     return Tracker

@@ -481,6 +481,7 @@ def predict(
             staged=staged,
             sums_in=torch_dtype(plan.accumulator),
             buffers=config.data_types.buffer_dtype,
+            computes_in=torch_dtype(plan.computes_in),
         )
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0
