@@ -54,6 +54,31 @@ def taken(times: int) -> Iterator[None]:
     assert cross_entropy.calls - before == times
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_profile_counts_what_torchs_own_loss_costs(
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepc.profile import get_model_profile
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(8, CLASSES, dtype=dtype)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(x), y, reduction=reduction) + 1.0
+
+    batch = torch.ones(ROWS, 8, dtype=dtype), torch.arange(ROWS)
+
+    def profile() -> Any:
+        return get_model_profile(Model(), args=batch, print_profile=False, as_string=False, warm_up=0)
+
+    with taken(2):  # one for the count, one for the time
+        got = profile()
+    assert got == plainly(profile, monkeypatch)
+
+
 def alike(got: Any, wanted: Any) -> None:
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

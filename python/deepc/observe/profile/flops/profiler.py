@@ -30,6 +30,7 @@ from torch import nn
 from ....core.foreign import private
 from ....core.foreign.private import TorchDispatchMode
 from ....errors import ArgumentError, numeric
+from ....nn.aten.cross_entropy import logits_inside
 from ....parallel.pipeline.part import called_to_evaluate
 from .costs import Cost, cost_of, counted, get_module_duration, get_module_flops, get_module_macs, is_composite
 from .text import (
@@ -55,6 +56,7 @@ _ATTRIBUTES = (
     "__duration__",
 )
 _UNKNOWN: Any = object()
+_LOG_SOFTMAX, _NLL_LOSS = torch.ops.aten._log_softmax.default, torch.ops.aten.nll_loss_forward.default
 
 
 class _Counter(TorchDispatchMode):
@@ -79,6 +81,15 @@ class _Counter(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
+        if (logits := logits_inside()) is not None:  # by chunks, it counts as torch's own, which is these two
+            if func is not _NLL_LOSS:
+                return out
+            args = (logits,)
+            self._add(_LOG_SOFTMAX, args, kwargs, out)
+        self._add(func, args, kwargs, out)
+        return out
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         cost = self._cost.get(func, _UNKNOWN)
         if cost is _UNKNOWN:
             cost = self._cost[func] = cost_of(func)
@@ -87,7 +98,6 @@ class _Counter(TorchDispatchMode):
             module = counted(self._running[-1][0])
             module.__flops__ += flops
             module.__macs__ += macs
-        return out
 
 
 class FlopsProfiler:
