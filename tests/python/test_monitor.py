@@ -986,6 +986,20 @@ def test_monitor_master_takes_deepspeeds_forms(tmp_path):
     assert not MonitorMaster({}).enabled
 
 
+def test_monitor_master_tells_what_it_does_not_know(tmp_path, caplog):
+    section = {"enabled": True, "output_path": str(tmp_path)}
+    MonitorMaster({"train_batch_size": 1, "bfloat16": {}, "csv_monitor": None, "csv_monitr": section})
+    told = [r.getMessage() for r in caplog.records if "unknown section" in r.getMessage()]
+    assert len(told) == 1 and '"csv_monitr"' in told[0] and 'Did you mean "csv_monitor"?' in told[0]
+    for wrong, why in (
+        ({"output_pth": "x"}, r'unknown key "csv_monitor.output_pth". Did you mean "csv_monitor.output_path"'),
+        ({"enabled": "false"}, r'csv_monitor.enabled = "false" must be true or false'),
+        (True, r"csv_monitor = true must be an object"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            MonitorMaster({"csv_monitor": wrong})
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def warnings_of():

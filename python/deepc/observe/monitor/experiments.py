@@ -6,6 +6,7 @@ Packages are imported when their section is enabled, on the rank that writes."""
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +14,10 @@ from dataclasses import asdict, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ...errors import UnsupportedError
-from .sinks import Guard, Sink
+from ...config.keys import RENAMED_SECTIONS, TABLE
+from ...config.values import _Bad, check_value, suggest
+from ...errors import ConfigError, UnsupportedError
+from .sinks import Guard, Sink, logger
 
 Event = tuple[str, float, int]
 SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -266,6 +269,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 def _sections(config: Any) -> SimpleNamespace:
     """The four sections of a dict, a Config or an object with such attributes, complete."""
+    if isinstance(config, Mapping):
+        _check(config)
     out = {}
     for name, defaults in _DEFAULTS.items():
         given = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -279,13 +284,40 @@ def _sections(config: Any) -> SimpleNamespace:
     return SimpleNamespace(**out)
 
 
+def _check(config: Mapping[str, Any]) -> None:
+    """Of a dict: what is wrong in the four sections is an error, as in DeepSpeed; a section that no configuration has
+    is told, as nothing would be written there."""
+    known = {path.split(".")[0] for path in TABLE} | set(RENAMED_SECTIONS)
+    for name, given in config.items():
+        if name not in known:
+            logger.warning(
+                f"MonitorMaster: unknown section {json.dumps(str(name))}, which is ignored.{suggest(str(name))} Events"
+                f" go to {', '.join(SECTIONS)}"
+            )
+        if name not in SECTIONS or given is None:
+            continue
+        if isinstance(given, (bool, int, float, str, list, tuple)):
+            raise ConfigError(
+                f'MonitorMaster: {name} = {json.dumps(given)} must be an object, {{"enabled": true, ...}}'
+            )
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            path = f"{name}.{key}"
+            if path not in TABLE:
+                raise ConfigError(f"MonitorMaster: unknown key {json.dumps(path)}.{suggest(path)}")
+            try:
+                check_value(TABLE[path], value)
+            except _Bad as exc:
+                raise ConfigError(f"MonitorMaster: {path} = {json.dumps(value, default=str)} {exc}") from None
+
+
 class MonitorMaster(Monitor):
     """DeepSpeed's interface for the user's own scalars, without an engine:
 
         monitor = MonitorMaster({"csv_monitor": {"enabled": True, "output_path": "logs/", "job_name": "eval"}})
         monitor.write_events([("Eval/accuracy", 0.9, engine.global_samples)])
 
-    monitor_config: a configuration dict, a Config, or an object with the four sections. Only rank 0 writes."""
+    monitor_config: a configuration dict, a Config, or an object with the four sections. Only rank 0 writes. Of a dict,
+    a section that no configuration has is warned of; ConfigError for unknown keys and values of the four."""
 
     def __init__(self, monitor_config: Any) -> None:
         import torch.distributed as dist
