@@ -172,6 +172,13 @@ def did_you_mean(key: str, known: Iterable[str], second: Mapping[str, str] | Non
     paths = list(known)
     lower = {p.lower(): p for p in reversed(paths)}
     found = [lower[m] for m in difflib.get_close_matches(key.lower(), lower, n=2, cutoff=0.75)]
+    own, dot, last = key.lower().rpartition(".")  # what is alike in a long section's name alone is not meant
+    found = [
+        f
+        for f in found
+        if not (dot and f.lower().rpartition(".")[0] == own)
+        or difflib.SequenceMatcher(None, last, f.lower().rpartition(".")[2]).ratio() >= 0.6
+    ]
     leaves: dict[str, list[str]] = {}
     for path in paths:
         leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)

@@ -520,6 +520,9 @@ def test_what_is_offered_is_documented():
 
 def test_a_keys_own_section_is_meant_before_others():
     assert refused({"zero_optimization": {"stag": 2}}).endswith('Did you mean "zero_optimization.stage"?')
+    # a long section's name alone is no likeness: this offered zeropp_loco_param as well
+    said = refused({"zero_optimization": {"overlap_com": True}})
+    assert said.endswith('Did you mean "zero_optimization.overlap_comm"?')
     assert '"pipeline.stages"' in refused({"stag": 2})
 
 
