@@ -13,12 +13,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from deepc.errors import ArgumentError
 from deepc.observe.diagnose import diagnosis, doctor, flight
-from deepc.observe.diagnose.flight import Call, Group, Member, Record
+from deepc.observe.diagnose.flight import CAPACITY, Call, Group, Member, Record
 from ranks import run_ranks
 
 NOW = 1_700_000_000.0
@@ -122,6 +123,17 @@ def test_the_rank_that_is_behind():
         "its last was call 3, all_reduce(fp32, count 8, sum) at train.py:10" in finding.text
     )
     assert "kill -CONT 9000001" in finding.text
+
+
+def test_a_group_whose_calls_a_long_run_no_longer_has():
+    """They were told as if there had never been one."""
+    members = (Member(0, 9_000_000), Member(1, 9_000_001))
+    groups = {i: Group(i, name, name, 0, members, False) for i, name in enumerate(("default_pg", "engine1"))}
+    rows = [call_of(s, begin=100 - s * 0.05, group=1) for s in range(500, 500 + CAPACITY)]
+    few, many = record_of(0, rows[-3:], groups=groups), record_of(0, rows, groups=groups)
+    said = [diagnosis.as_text([r], diagnosis.diagnose([r])) for r in (few, replace(many, calls=47_027))]
+    assert "rank 0 (pid 9000000) has made no call" in said[0]
+    assert "rank 0 (pid 9000000) has made none of its last 1,024 calls in this group" in said[1]
 
 
 def test_two_groups_that_wait_for_each_other():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from .flight import MESSAGES, Call, Group, Member, Record, process_status
+from .flight import CAPACITY, MESSAGES, Call, Group, Member, Record, process_status
 
 STUCK_S = 1.0  # a call of a live process that takes longer counts as hanging
 _LATE_S = 50e-6  # a rank that comes this much later than the first, on average, may be a straggler
@@ -28,7 +28,8 @@ _STATES = {
 @dataclass(frozen=True)
 class Place:
     """Where one rank of a group is. what: "in" a call, "failed" in one, "between" calls, "closed" (left the group),
-    "gone" (no process), "silent" (no record of it). call: that call, or the last one; None if there was none."""
+    "gone" (no process), "silent" (no record of it). call: that call, or the last one; None if none is recorded. kept:
+    how many calls of all groups the record still has, if there were more."""
 
     member: Member
     what: str
@@ -36,6 +37,7 @@ class Place:
     elsewhere: Call | None = None  # what it is in meanwhile, in another group
     elsewhere_label: str = ""
     state: str = ""
+    kept: int = 0
 
     @property
     def seq(self) -> int:
@@ -147,7 +149,9 @@ def _place(member: Member, record: Record | None, group: Group | None, near: Rec
     )
     if what == "in":
         last = waiting[0]  # of several steps the oldest is what it waits for
-    return Place(member, what, last, other, record.groups[cast(int, other.group)].label if other else "", record.state)
+    label = record.groups[cast(int, other.group)].label if other else ""
+    kept = CAPACITY if record.calls > CAPACITY else 0
+    return Place(member, what, last, other, label, record.state, kept)
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------
@@ -165,7 +169,8 @@ def describe(place: Place, now: float) -> str:
     elif place.what == "failed":
         text = f"ended call {call.seq}, {call}, with {call.status} at {_clock(call.end)}"
     elif call is None:
-        text = "left the group" if place.what == "closed" else "has made no call"
+        none = f"has made none of its last {place.kept:,} calls in this group" if place.kept else "has made no call"
+        text = "left the group" if place.what == "closed" else none
     else:
         text = (
             "left the group; its" if place.what == "closed" else "is in no call of this group: its"

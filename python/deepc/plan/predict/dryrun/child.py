@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import select
 import signal
 import sys
@@ -128,6 +129,9 @@ class _Standstill:
         return False
 
 
+_CALLS = re.compile(r"missing \d+ required|unexpected keyword argument|takes .*positional argument")
+
+
 def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     """Never returns, runs nothing of the parent's exit."""
     try:
@@ -140,6 +144,8 @@ def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
         answer = {"error": str(exc), "kinds": [_name_of(k) for k in type(exc).__mro__ if issubclass(k, DeepcError)]}
     except BaseException as exc:
         why = "A dry run has shapes but no values; estimate"
+        if isinstance(exc, TypeError) and _CALLS.search(str(exc)):
+            why = "Give the batch that the model's forward takes: a tuple by place, a mapping by name; or estimate"
         if "fork-based" in str(exc):  # torch's own sentence
             why = "Autograd has run on a GPU in this process: estimate before the first backward, or"
         answer = {
