@@ -6,13 +6,17 @@ it. Blocks of other kinds (`console`, `text`) are for the reader. Needs nothing 
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib.util
+import inspect
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,6 +189,22 @@ def test_every_tutorial_runs_something():
     for page in TUTORIALS.glob("*.md"):
         kinds = {s.kind for s in steps(page.read_text(encoding="utf-8"))}
         assert {"file", "run", "expect"} <= kinds, f"{page.name} has no {', '.join({'file', 'run', 'expect'} - kinds)}"
+
+
+def test_a_new_collectives_method_uses_what_there_is():
+    """Its tutorial compiles the core, which the quick class leaves out: the names that its Python has."""
+    from deepc.comm import shared
+
+    page = (TUTORIALS / "adding-a-collective.md").read_text(encoding="utf-8")
+    (method,) = (s.text for s in steps(page) if s.name == "method.py")
+    tree = ast.parse(textwrap.dedent(method))
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    made = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    given = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    assert not [n for n in names - made - given if not hasattr(shared, n) and not hasattr(builtins, n)]
+    own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "self"}
+    source = inspect.getsource(shared.Comm)
+    assert own and not [n for n in own if not re.search(rf"self\.{n}\b", source)]
 
 
 @pytest.mark.full
