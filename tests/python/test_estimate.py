@@ -84,8 +84,7 @@ def test_the_predicted_peak_is_within_5_percent_everywhere(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_loss_by_chunks_holds_inside_counts(dtype: torch.dtype) -> None:
-    """The logits of a chunk beside the gradients; the factor of backward writes
-    to the memory of these."""
+    """The logits of a chunk beside the gradients; the factor of backward writes to the memory of these."""
     tokens, width, classes = 2048, 64, 8192
     logits, weight = tokens * classes * dtype.itemsize, classes * width * dtype.itemsize
 
@@ -112,6 +111,16 @@ def test_what_a_loss_by_chunks_holds_inside_counts(dtype: torch.dtype) -> None:
     inside = logits + (weight if dtype == torch.float32 else 0)
     assert inside <= found["forward"] < inside + 2 * weight + (1 << 20)
     assert weight <= found["backward"] < weight + (1 << 20)
+
+
+def test_a_batch_that_the_model_does_not_take_is_told_as_such() -> None:
+    def work() -> dict[str, int]:
+        model = torch.nn.Linear(2, 2)
+        model(torch.ones(2), torch.ones(2))
+        return {}
+
+    with pytest.raises(UnsupportedError, match=r"takes 2 positional .* Give the batch that the model's forward takes"):
+        dryrun.forked(work)
 
 
 def test_tensor_parallel_ranks_hold_shards() -> None:

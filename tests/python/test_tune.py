@@ -26,8 +26,8 @@ def speed(p: Point) -> Trial:
     return Trial(p, "ok", 10.0 * p.micro - p.stage, 1.0)
 
 
-def tuned(folder: Path, measured=speed, **more) -> tuple[Tuning, list[str]]:
-    said: list[str] = []
+def tuned(folder: Path, measured=speed, said=None, **more) -> tuple[Tuning, list[str]]:
+    said = [] if said is None else said
     tuning = Tuning(folder, "key", overwrite=False)
     space = Space(BASE, 2, options_of({}), fuse=False)
     how = {"most": 50, "patience": 5, "grid": False} | more
@@ -63,8 +63,11 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path):
             raise KeyboardInterrupt
         return speed(p)
 
+    told: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        tuned(tmp_path, dies)
+        tuned(tmp_path, dies, told)
+    assert told[-1].startswith("stopped in micro-batch ")
+    assert told[-1].endswith(f"the same command goes on after the 3 trials that {tmp_path / 'state.json'} has")
     before = json.loads((tmp_path / "state.json").read_text())["trials"]
     assert len(before) == 3
     tuning, said = tuned(tmp_path)

@@ -206,7 +206,7 @@ class Tuning:
         `most` trials are done, or `patience` in a row did not get better."""
         known = {t.point: t for t in self.trials}
         if known:
-            say(f"going on after {len(known)} trials")
+            say(f"going on after {len(known)} trial{'s' * (len(known) != 1)}")
         worse = 0
         queue: Iterator[Point] = iter(starts)
         while len(self.trials) < most and worse < patience:
@@ -222,7 +222,13 @@ class Tuning:
             if point is None:
                 return
             before = self.best
-            trial = measure(point)
+            try:
+                trial = measure(point)
+            except KeyboardInterrupt:
+                if done := len(self.trials):
+                    had = f"{done} trial{'s' * (done != 1)}"
+                    say(f"stopped in {point}; the same command goes on after the {had} that {self.file} has")
+                raise
             known[point] = trial
             self.add(trial)
             better = trial.status == "ok" and (before is None or trial.samples_per_s > before.samples_per_s)
