@@ -13,7 +13,7 @@ accumulated in fp32 whatever its dtype. In fp16 the gradients are kept unscaled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -393,7 +393,7 @@ _library.define(_BACKWARD_SCHEMA)
 for _key in ("CPU", "CUDA"):
     _library.impl("linear_cross_entropy", _forward, _key)
     _library.impl("linear_cross_entropy_backward", _again, _key)
-MADE_OF = {
+MADE_OF: dict[Any, Callable[..., Any]] = {
     torch.ops.deepc.linear_cross_entropy.default: _forward,
     torch.ops.deepc.linear_cross_entropy_backward.default: _again,
 }
