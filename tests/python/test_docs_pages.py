@@ -35,6 +35,7 @@ NOT_RUN = {
     "compat.md": "one import, which takes the name deepspeed (test_compat_names.py)",
     "huggingface.md": "test_hf_native.py",
     "keep-heap.md": "test_heap.py",
+    "precision.md": "test_matmul.py",
     "launching.md": "recipes for Ray and notebooks; test_launch_hosts.py compiles them",
 }
 NOT_FOLLOWED = {"inference.md": {1}}  # which takes the name deepspeed: test_from_disk.py
