@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import leftovers
 import pytest
@@ -26,6 +28,23 @@ for _name in (
 ):
     os.environ.pop(_name, None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs; see pytest_collection_finish
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Without collections of garbage, which walk all that is made here and find next to none: half of the time. pytest
+    compiles a test file when it is first imported, and two workers would do so side by side: the second begins at the
+    other end, and finds what the first has compiled when they meet."""
+    gc.disable()
+    try:
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+        if worker[2:].isdigit() and int(worker[2:]) % 2 and all(map(os.path.isdir, session.config.args)):
+            for file in sorted(Path(__file__).parent.glob("test_*.py"), reverse=True):
+                with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection says why
+                    importlib.import_module(file.stem)
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
