@@ -215,35 +215,40 @@ std::vector<float> expected_tree(const Config &k, const dc_zero_layout &l, int n
   return acc;
 }
 
-// What the accumulator must hold over the whole flat space after micro-batches [0, n): sums in rank order in fp32.
-std::vector<float> expected(const Config &k, const dc_zero_layout &l, int n) {
-  std::vector<float> acc((size_t)l.total, 0.0f);
-  for (int mb = 0; mb < n; mb++)
-    for (int64_t p = 0; p < l.nparams; p++) {
-      std::vector<float> sum;
-      for (int r = 0; r < k.world; r++) {
-        std::vector<float> g(k.numel[(size_t)p], 0.0f);
-        if (is_used(k, r, mb, p)) {
-          const Bytes grad = as(raw_gradient(k, r, mb, p), k.grad);
-          if (k.world == 1) g = back(grad, k.grad);  // unrounded
-          else g = back(as(back(grad, k.grad), k.wire, k.pre_scale), k.wire);
-        }
-        if (r == 0) sum = g;
-        else
-          for (size_t i = 0; i < g.size(); i++) sum[i] += g[i];
+// What the accumulator must hold over the whole flat space after micro-batch mb, when it holds `acc` before (any number
+// of elements where mb is 0): sums in rank order in fp32.
+void expect_pass(const Config &k, const dc_zero_layout &l, int mb, std::vector<float> &acc) {
+  if (mb == 0) acc.assign((size_t)l.total, 0.0f);
+  for (int64_t p = 0; p < l.nparams; p++) {
+    std::vector<float> sum;
+    for (int r = 0; r < k.world; r++) {
+      std::vector<float> g(k.numel[(size_t)p], 0.0f);
+      if (is_used(k, r, mb, p)) {
+        const Bytes grad = as(raw_gradient(k, r, mb, p), k.grad);
+        if (k.world == 1) g = back(grad, k.grad);  // unrounded
+        else g = back(as(back(grad, k.grad), k.wire, k.pre_scale), k.wire);
       }
-      float *to = acc.data() + l.offset[p];
-      for (size_t i = 0; i < sum.size(); i++) {
-        if (k.world == 1 && k.pre_scale != 1.0f)
-          to[i] = mb == 0 ? sum[i] * k.pre_scale : fmaf(k.pre_scale, sum[i], to[i]);
-        else to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
-      }
-      if (k.kept != DC_F32) {  // rounded once a micro-batch
-        const std::vector<float> rounded = back(as({to, to + sum.size()}, k.kept), k.kept);
-        std::copy(rounded.begin(), rounded.end(), to);
-      }
+      if (r == 0) sum = g;
+      else
+        for (size_t i = 0; i < g.size(); i++) sum[i] += g[i];
     }
-  return acc;
+    float *to = acc.data() + l.offset[p];
+    for (size_t i = 0; i < sum.size(); i++) {
+      if (k.world == 1 && k.pre_scale != 1.0f)
+        to[i] = mb == 0 ? sum[i] * k.pre_scale : fmaf(k.pre_scale, sum[i], to[i]);
+      else to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
+    }
+    if (k.kept != DC_F32) {  // rounded once a micro-batch
+      const std::vector<float> rounded = back(as({to, to + sum.size()}, k.kept), k.kept);
+      std::copy(rounded.begin(), rounded.end(), to);
+    }
+  }
+}
+
+// What the accumulator must hold after micro-batch mb, when it holds `acc` before.
+void expect(const Config &k, const dc_zero_layout &l, int mb, std::vector<float> &acc) {
+  if (k.tree && !k.ring) acc = expected_tree(k, l, mb + 1);
+  else expect_pass(k, l, mb, acc);
 }
 
 // One rank's reducer with its arrays. acc is filled with rubbish first: the first pass assigns.
@@ -259,6 +264,7 @@ struct Rank {
   std::vector<float> tree;
   std::vector<float> slots;  // with a ring: what the reducer writes; take() moves it to acc
   int64_t taken = 0;
+  const float *expected = nullptr;  // after each micro-batch of this step, where it is known
   Reducer reducer;
 
   int64_t slice() const { return k.own_all ? layout->bucket_elems : layout->bucket_elems / k.world; }
@@ -384,15 +390,16 @@ struct Rank {
   void check(int mb, bool norm) {
     if (k.tree && !norm) return;  // nodes lie in several buffers
     if (k.kept != DC_F32) acc = back(narrow, k.kept);
-    const bool along_tree = k.tree && !k.ring;
-    const std::vector<float> want = along_tree ? expected_tree(k, *layout, mb + 1) : expected(k, *layout, mb + 1);
+    std::vector<float> computed;
+    if (!expected)
+      for (int before = 0; before <= mb; before++) expect(k, *layout, before, computed);
+    const float *want = expected ? expected + mb * layout->total : computed.data();
     int64_t at, seen = 0;
     for (int64_t i = 0; i < layout->total; i++) {
       if (!mine(i, &at)) continue;
       seen++;
-      WANT(memcmp(&want[(size_t)i], &acc[(size_t)at], sizeof(float)) == 0,
-           "micro-batch %d, flat %lld: got %.9g, expected %.9g", mb, (long long)i, (double)acc[(size_t)at],
-           (double)want[(size_t)i]);
+      WANT(memcmp(&want[i], &acc[(size_t)at], sizeof(float)) == 0, "micro-batch %d, flat %lld: got %.9g, expected %.9g",
+           mb, (long long)i, (double)acc[(size_t)at], (double)want[i]);
     }
     WANT(seen == (int64_t)acc.size());
     if (!norm || k.ring) return;
@@ -415,16 +422,53 @@ struct Rank {
   }
 };
 
+unsigned seed_of(const Config &k, int step) { return k.seed + 100u * (unsigned)step; }
+
+// What the accumulators of a configuration's ranks must hold, step by step (Rank::expected). It is computed once for
+// all of them, in a process of its own: this one would keep what it frees for a while (the sanitizer's quarantine), and
+// each fork would copy that.
+struct Expected {
+  const Config k;
+  int64_t per_step = 0;
+  size_t size;
+  float *values;
+
+  Expected(const Config &config, int steps) : k(config) {
+    const int64_t total = make_layout(k)->total;
+    per_step = k.micro_batches * total;
+    size = (size_t)std::max<int64_t>(1, steps * per_step);
+    values = shared<float>(size);
+    run_ranks(1, [&](int) {
+      const Layout layout = make_layout(k);
+      Config now = k;
+      for (int step = 0; step < steps; step++) {
+        std::vector<float> acc;
+        now.seed = seed_of(k, step);
+        for (int mb = 0; mb < k.micro_batches; mb++) {
+          if (k.tree && mb < k.micro_batches - 1) continue; // see Rank::check
+          expect(now, *layout, mb, acc);
+          std::copy(acc.begin(), acc.end(), values + step * per_step + mb * total);
+        }
+      }
+    });
+  }
+  ~Expected() { munmap(values, size * sizeof(float)); }
+
+  void step(Rank &r, int step) const {
+    r.k.seed = seed_of(k, step);
+    r.expected = values + step * per_step;
+    r.step();
+  }
+};
+
 void check_steps(const Config &k, int steps = 1) {
   SCOPED_TRACE(format("world %d, wire %s, gradients %s, own_all %d, slots %d, limit %lld, seed %u", k.world,
                       dc_dtype_name(k.wire), dc_dtype_name(k.grad), k.own_all, k.slots, (long long)k.limit, k.seed));
   const std::string address = fresh_address();
+  const Expected expected(k, steps);
   run_ranks(k.world, [&](int rank) {
     Rank r(k, rank, address);
-    for (int s = 0; s < steps; s++) {
-      r.k.seed = k.seed + 100u * (unsigned)s;
-      r.step();
-    }
+    for (int step = 0; step < steps; step++) expected.step(r, step);
   });
 }
 
@@ -554,26 +598,25 @@ TEST(Tree, AddsAlongTheIndexOfMicroBatches) {
 }
 
 TEST(Tree, EveryInstructionSetAndThreads) {
-  for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
-    if (!dc_isa_available(isa)) continue;
-    int before;
-    ASSERT_EQ(DC_OK, dc_isa_current(&before));
-    for (int world : {1, 3}) {
-      Config k;
-      k.world = world;
-      k.wire = DC_BF16;
-      k.grad = DC_BF16;
-      k.bucket = 1 << 18;
-      k.numel = {1 << 18, 100000, 77777};
-      k.micro_batches = 3;
-      k.tree = tree_buffers(world, 3);
-      k.seed = 400u + (unsigned)isa;
+  for (int world : {1, 3}) {
+    Config k;
+    k.world = world;
+    k.wire = DC_BF16;
+    k.grad = DC_BF16;
+    k.bucket = 1 << 18;
+    k.numel = {1 << 18, 100000, 77777};
+    k.micro_batches = 3;
+    k.tree = tree_buffers(world, 3);
+    k.seed = 400;
+    const Expected expected(k, 1);
+    for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
+      if (!dc_isa_available(isa)) continue;
       const std::string address = fresh_address();
       run_ranks(world, [&](int rank) {
         WANT_OK(dc_isa_force(isa));
         WANT_OK(dc_set_num_threads(2));
         Rank r(k, rank, address);
-        r.step();
+        expected.step(r, 0);
       });
     }
   }
