@@ -6,11 +6,14 @@ own ratios, because the bandwidth of a shared machine drifts by 2x within minute
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import platform
+import random
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -194,6 +197,16 @@ def numel(shape: Sequence[int]) -> int:
     for n in shape:
         out *= n
     return out
+
+
+def free_port() -> int:
+    """Of this host, which nobody listens on; below those that the kernel gives outgoing connections, of which one could
+    take it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 # ---- machine ---------------------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from common import die_with_parent, emit, paired, require_deepc
+from common import die_with_parent, emit, free_port, paired, require_deepc
 from peers import environment
 
 GPT2 = dict(
@@ -141,9 +140,7 @@ def rank_main(args) -> None:
 
 
 def run(args) -> dict:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = []
     for r in range(args.ranks):
         env = {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import time
 from typing import Any
 
 import pipelines
-from common import die_with_parent, require_deepc
+from common import die_with_parent, free_port, require_deepc
 
 pipelines.BLOCKS, pipelines.VOCAB = 6, 4096
 SEQ, RANKS = 256, 2
@@ -137,9 +136,7 @@ def rank(args: argparse.Namespace) -> None:
 
 def measured(layout: Any, steps: int) -> tuple[float, float, float]:
     """(seconds of a step, bytes of the node at the peak, seconds of the products beside it)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DEEPC_LOG": "none", "DEEPC_LOG_LEVEL": "WARNING"}
     command = [sys.executable, __file__, "--steps", str(steps), "--layout", json.dumps(as_dict(layout))]

@@ -23,7 +23,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common import emit, paired_row, skip, status_mib
+from common import emit, free_port, paired_row, skip, status_mib
 from contenders import BASES, BEST, INDEPENDENT, MICRO_BATCH, MINE, MODELS, SINGLE, Contender, left_out, make_step
 from nursery import FILES, Nursery, serve
 from peers import drop_stale_locks, environment
@@ -145,9 +144,7 @@ class Pair:
         """nursery: forks the ranks (only for train.py's own); else each is a program of its own."""
         self.contender, self.name, self.world = contender, str(contender), contender.ranks(args.ranks)
         self.log = tempfile.TemporaryFile("w+b")
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.ranks, self.results = [], []
         for r in range(self.world):
             read, write = os.pipe()
