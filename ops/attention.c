@@ -1,9 +1,7 @@
 /* attention.c: the public wrappers of dc_attention and its gradient: checks, then a head of k and v at a time over
  * dc_parallel_for. */
-#include <stdlib.h>
-
-#include "call.h"
 #include "ref/attention.h"
+#include "call.h"
 
 _Static_assert((int)TILE_DIM == (int)DC__ATTENTION_DIM, "the bodies keep a row of TILE_DIM numbers on the stack");
 
@@ -15,12 +13,6 @@ typedef struct att_job {
   int one_batch, one_head; /* a unit has all entries of the batch, or all heads: they share elements of dbias */
   int no_memory; /* accessed atomically */
 } att_job;
-
-/* Pages that are there from the last call: at 5 % of the pairs, zeroing new ones took half of the time (measured). */
-static float *att_take(size_t bytes) {
-  float *p = dc_heap_take(bytes);
-  return p ? p : aligned_alloc(64, bytes);
-}
 
 static void att_unit(const att_job *j, int64_t unit, float *scratch) {
   const int64_t across = j->one_head ? 1 : j->kv_heads, b = unit / across, h = unit % across;
@@ -35,7 +27,7 @@ static void att_unit(const att_job *j, int64_t unit, float *scratch) {
 /* Ranges are of heads of k and v, batch by batch; where they share elements of dbias, of what shares them. */
 static void att_range(int64_t begin, int64_t end, void *ctx) {
   att_job *j = ctx;
-  float *scratch = att_take((size_t)tile_round(j->words * (int64_t)sizeof(float), 64));
+  float *scratch = call_scratch_take(j->words * (int64_t)sizeof(float));
   if (!scratch) {
     __atomic_store_n(&j->no_memory, 1, __ATOMIC_RELAXED);
     return;
@@ -43,7 +35,7 @@ static void att_range(int64_t begin, int64_t end, void *ctx) {
   const unsigned fp = fp_enter();
   for (int64_t k = begin; k < end; k++) att_unit(j, k, scratch);
   fp_leave(fp);
-  if (dc_heap_give(scratch) == 0) free(scratch);
+  call_scratch_give(scratch);
 }
 
 static int att_run(att_job *j, int64_t batch, int64_t kv_heads) {

@@ -1,9 +1,7 @@
 /* gemm.c: the public wrapper of the matrix product: checks, cuts c into pieces for the threads, and gives each piece
  * room for what it packs. */
 #include "call.h"
-
-#include <stdatomic.h>
-#include <stdlib.h>
+#include "ref/scalar.h"
 
 enum { GEMM_LEAST_SIDE = 128, GEMM_UNIT = 32, GEMM_PIECES_PER_THREAD = 4 };
 
@@ -11,44 +9,33 @@ typedef struct gemm_job {
   const dc__ops *ops;
   const dc_gemm_args *args;
   int64_t rows, cols, across; /* of a piece; pieces side by side */
-  atomic_bool no_room;
+  int64_t bytes; /* of scratch for a piece */
+  int no_memory; /* accessed atomically */
 } gemm_job;
 
+static int64_t gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t gemm_pieces(int64_t n, int64_t side) { return (n + side - 1) / side; }
 
-int64_t dc__gemm_words(int64_t rows, int64_t cols, int64_t depth) {
-  const int64_t tall = rows < DC__GEMM_ROWS ? rows : DC__GEMM_ROWS, wide = cols < DC__GEMM_COLS ? cols : DC__GEMM_COLS;
-  const int64_t deep = depth < DC__GEMM_DEPTH ? depth : DC__GEMM_DEPTH;
-  return (tall + wide + 2 * DC__GEMM_SLACK) * deep;
-}
-
-/* Large room is the heap's, which has its pages from the call before. */
-static float *gemm_room(int64_t words, bool *of_heap) {
-  const size_t bytes = (size_t)words * sizeof(float);
-  void *room = bytes < dc_heap_smallest() ? NULL : dc_heap_take(bytes);
-  *of_heap = room != NULL;
-  return room || posix_memalign(&room, 64, bytes) == 0 ? room : NULL;
-}
-
-static void gemm_piece(gemm_job *j, int64_t piece) {
-  const dc_gemm_args *t = j->args;
-  const int64_t row = piece / j->across * j->rows, col = piece % j->across * j->cols;
-  const int64_t rows = t->m - row < j->rows ? t->m - row : j->rows, cols = t->n - col < j->cols ? t->n - col : j->cols;
-  bool of_heap;
-  float *room = gemm_room(dc__gemm_words(rows, cols, t->k), &of_heap);
-  if (!room) {
-    atomic_store(&j->no_room, true);
-    return;
-  }
-  j->ops->gemm(t, row, rows, col, cols, room);
-  if (of_heap) (void)dc_heap_give(room);
-  else free(room);
+int64_t dc_gemm_bytes(int64_t m, int64_t n, int64_t k) {
+  const int64_t sides = gemm_min(m, DC__GEMM_ROWS) + gemm_min(n, DC__GEMM_COLS) + 2 * DC__GEMM_SLACK;
+  return (int64_t)sizeof(float) * sides * gemm_min(k, DC__GEMM_DEPTH);
 }
 
 static void gemm_range(int64_t begin, int64_t end, void *ctx) {
+  gemm_job *j = ctx;
+  const dc_gemm_args *t = j->args;
+  float *scratch = call_scratch_take(j->bytes);
+  if (!scratch) {
+    __atomic_store_n(&j->no_memory, 1, __ATOMIC_RELAXED);
+    return;
+  }
   const unsigned fp = fp_enter();
-  for (int64_t i = begin; i < end; i++) gemm_piece(ctx, i);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t row = i / j->across * j->rows, col = i % j->across * j->cols;
+    j->ops->gemm(t, row, gemm_min(j->rows, t->m - row), col, gemm_min(j->cols, t->n - col), scratch);
+  }
   fp_leave(fp);
+  call_scratch_give(scratch);
 }
 
 /* Where there are threads, pieces are halved along the longer side until each thread has a few. */
@@ -63,14 +50,6 @@ static void gemm_cut(gemm_job *j, int threads) {
   j->across = gemm_pieces(t->n, j->cols);
 }
 
-static void gemm_scale(const dc_gemm_args *t) {
-  for (int64_t i = 0; i < t->m; i++)
-    for (int64_t j = 0; j < t->n; j++) {
-      float *c = &t->c[i * t->c_stride + j];
-      *c = t->beta == 0.0f ? 0.0f : t->beta * *c;
-    }
-}
-
 int dc_gemm(const dc_gemm_args *args) {
   dc_gemm_args a;
   gemm_job j = {.args = &a};
@@ -78,17 +57,16 @@ int dc_gemm(const dc_gemm_args *args) {
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_gemm_calls, 1);
   if (!a.m || !a.n) return DC_OK;
-  if (!a.k) {
-    gemm_scale(&a);
+  if (!a.k) { /* nothing to pack */
+    dc__gemm_scalar(&a, 0, a.m, 0, a.n, NULL);
     return DC_OK;
   }
   gemm_cut(&j, dc_num_threads());
+  j.bytes = dc_gemm_bytes(j.rows, j.cols, a.k);
   dc_parallel_for(gemm_pieces(a.m, j.rows) * j.across, 1, gemm_range, &j);
-  if (atomic_load(&j.no_room))
+  if (__atomic_load_n(&j.no_memory, __ATOMIC_RELAXED))
     return DC_FAIL(DC_E_NOMEM,
-                   "no memory for the packed operands of a product of %lld x %lld x %lld, at most %lld bytes "
-                   "a thread; c is undefined now",
-                   (long long)a.m, (long long)a.k, (long long)a.n,
-                   (long long)(4 * dc__gemm_words(j.rows, j.cols, a.k)));
+                   "no %lld bytes for what a thread packs of a product; use fewer threads. c is undefined now",
+                   (long long)j.bytes);
   return DC_OK;
 }

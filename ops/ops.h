@@ -329,7 +329,7 @@ DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
  * summed in stretches of 384 of k: each is a chain of fused multiply-adds from 0 on, in the order of k; the first gives
  * alpha * stretch, or fma(alpha, stretch, beta * c), each other one fma(alpha, stretch, c). So bits depend neither on
  * the instruction set nor on threads, sizes or layouts. a and b may be stored by rows or by columns; c may overlap
- * neither. Threads pack at most 2.3 MiB each. DC_E_INVALID: strides; DC_E_NOMEM: no room to pack (c is undefined then).
+ * neither. DC_E_INVALID: strides; DC_E_NOMEM: no room to pack (c is undefined then).
  */
 typedef struct dc_gemm_args {
   size_t struct_size; /* sizeof(dc_gemm_args): see base.h */
@@ -340,12 +340,12 @@ typedef struct dc_gemm_args {
   float alpha, beta;
 } dc_gemm_args;
 DC_API int dc_gemm(const dc_gemm_args *args);
+/* What each thread of such a product packs at most, in bytes: scratch, of dc_heap_take where that has it. */
+DC_API int64_t dc_gemm_bytes(int64_t m, int64_t n, int64_t k);
 
 /* ---- for files of the core: the table ---------------------------------------------------------------------------- */
 /* Of dc_gemm: what a body packs of a and of b at a time, at most, and by how much it may round up either. */
 enum { DC__GEMM_DEPTH = 384, DC__GEMM_ROWS = 448, DC__GEMM_COLS = 1024, DC__GEMM_SLACK = 32 };
-/* Numbers of scratch for a piece of c of rows x cols. */
-int64_t dc__gemm_words(int64_t rows, int64_t cols, int64_t depth);
 /* fp32 scalars of one tensor's step (adamw_coef.h). */
 typedef struct dc__adamw_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;

@@ -569,7 +569,6 @@ static void fused_sparse_attention_grad(dct_value *stack, uint64_t num_args, uin
   fused_attend_grad(stack, true);
 }
 
-/* ---- the table --------------------------------------------------------------------------------------------------- */
 /* ---- products of matrices ---------------------------------------------------------------------------------------- */
 static bool fused_look_matrix(dct_call *c, dct_tensor t, const char *name, rows *r) {
   if (!fused_look_shape(c, t, name, r) || !dct__must_be_f32(c, &r->v, name)) return false;
@@ -613,6 +612,7 @@ static void fused_gemm(dct_value *stack, uint64_t num_args, uint64_t num_outputs
   dct__finish(&c, __FILE__, __LINE__);
 }
 
+/* ---- the table --------------------------------------------------------------------------------------------------- */
 static const dct_operator fused_operators[] = {
     {"gemm", "gemm(Tensor a, Tensor b, Tensor(a!) out, float beta, float alpha) -> ()", fused_gemm},
     {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", fused_rms_norm},

@@ -35,7 +35,7 @@ DC_INLINE void gemm_pack_columns(float *dst, int width, const float *src, int64_
     const int deep = (int)gemm_min(LANES, depth - p);
     vf t[LANES];
     for (int j = 0; j < LANES; j++) t[j] = j < have ? v_load32(src + j * across + p, deep) : v_set1(0.0f);
-    v_transpose(t);
+    v_turn(t);
     for (int q = 0; q < deep; q++) v_store32(dst + (p + q) * width, some, t[q]);
   }
 }

@@ -366,37 +366,6 @@ DC_INLINE __m256d vd_half(vd acc) { /* the sums of i and i + 8, then of i and i 
   return _mm256_add_pd(_mm512_castpd512_pd256(s), _mm512_extractf64x4_pd(s, 1));
 }
 
-/* Element j of vector i becomes element i of vector j. */
-DC_INLINE __m512 v_pairs_lo(__m512 a, __m512 b) {
-  return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-}
-DC_INLINE __m512 v_pairs_hi(__m512 a, __m512 b) {
-  return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-}
-DC_INLINE void v_transpose(vf x[LANES]) {
-  vf t[LANES], u[LANES];
-#pragma GCC unroll 8
-  for (int i = 0; i < LANES; i += 2)
-    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES; i += 4) {
-    u[i] = v_pairs_lo(t[i], t[i + 2]), u[i + 1] = v_pairs_hi(t[i], t[i + 2]);
-    u[i + 2] = v_pairs_lo(t[i + 1], t[i + 3]), u[i + 3] = v_pairs_hi(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88), t[i + 4] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    x[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88), x[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
-    x[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
-    x[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
 #else
 /* ==== AVX2, FMA, F16C: a pair of registers ====================================================================== */
 typedef struct vf {
@@ -508,37 +477,6 @@ DC_INLINE void v_store16(void *p, int r, __m256i h) {
   _mm256_storeu_si256((__m256i *)part, h);
   memcpy(p, part, (size_t)r * sizeof *part);
 }
-/* Element j of vector i becomes element i of vector j: four squares of 8 x 8. */
-DC_INLINE __m256 v_pairs_lo(__m256 a, __m256 b) {
-  return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
-}
-DC_INLINE __m256 v_pairs_hi(__m256 a, __m256 b) {
-  return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
-}
-DC_INLINE void v_transpose8(__m256 x[8]) {
-  __m256 t[8], u[8];
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2)
-    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    u[i] = v_pairs_lo(t[i], t[i + 2]), u[i + 1] = v_pairs_hi(t[i], t[i + 2]);
-    u[i + 2] = v_pairs_lo(t[i + 1], t[i + 3]), u[i + 3] = v_pairs_hi(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    x[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20), x[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
-}
-DC_INLINE void v_transpose(vf x[LANES]) {
-  __m256 q[4][8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) q[0][i] = x[i].a, q[1][i] = x[i].b, q[2][i] = x[i + 8].a, q[3][i] = x[i + 8].b;
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) v_transpose8(q[k]);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) x[i] = (vf){q[0][i], q[2][i]}, x[i + 8] = (vf){q[1][i], q[3][i]};
-}
-
 DC_INLINE vf v_load32(const void *p, int r) {
   float part[LANES] = {0};
   if (r == LANES) return (vf){_mm256_loadu_ps(p), _mm256_loadu_ps((const float *)p + 8)};

@@ -1,5 +1,5 @@
-"""What the C core says that it will take (dc_mem_alloc_bytes, dc_lease_layout, dc_comm_bytes) is what it takes: the
-estimate of a run's memory stands on these."""
+"""What the C core says that it will take (dc_mem_alloc_bytes, dc_lease_layout, dc_gemm_bytes, dc_comm_bytes) is what it
+takes: the estimate of a run's memory stands on these."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from deepc.core import memory
 from deepc.core.lib import C, call
 from deepc.errors import ArgumentError
+from programs import run_python
 from ranks import run_ranks
 
 HUGE = 2 << 20
@@ -69,6 +70,27 @@ def test_a_lease_takes_pieces(color):
     big = ctypes.c_size_t()
     call("dc_lease_layout", 8193 * HUGE, 0, ctypes.byref(begin), ctypes.byref(big))
     assert big.value == 2 * HUGE
+
+
+PRODUCT = """
+import torch
+from deepc.core import memory
+from deepc.core.lib import C
+torch.set_num_threads(1)
+m, k, n = {shape}
+torch.ops.deepc.gemm(torch.ones(m, k), torch.ones(k, n), torch.empty(m, n), 0.0, 1.0)
+print(C.dc_gemm_bytes(m, n, k), memory.heap_stats()["peak"], C.dc_heap_usable())
+"""
+
+
+@pytest.mark.parametrize("shape", [(500, 70, 1300), (1000, 900, 20)])
+def test_a_product_packs_what_it_said(shape):
+    done = run_python("-c", PRODUCT.format(shape=shape))
+    assert done.returncode == 0, done.stderr
+    said, taken_by_it, usable = map(int, done.stdout.split())
+    if not usable:
+        pytest.skip("the heap is not there")
+    assert said <= taken_by_it <= said + 2 * (16 << 10), "but for the heap's granules"
 
 
 def comm_bytes(size: int, slots: int, slot_bytes: int) -> int:

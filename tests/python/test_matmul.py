@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepc.core import cpu
 from deepc.core.cpu import ComputePath
+from deepc.core.lib import C
 from deepc.nn.aten import matmul
 from programs import run_python
 
@@ -141,6 +142,10 @@ def test_the_memory_plan_knows_the_copies(monkeypatch):
     assert of((512, 320), (320, 640)) == [4 * 512 * 640, 4 * 512 * 320, 4 * 320 * 640]
     assert of((8, 256, 64), (8, 64, 256)) == [4 * 8 * 256 * 256, 4 * 8 * 256 * 64, 4 * 8 * 64 * 256]
     assert of((4, 320), (320, 640)) == [] and of((512, 320), (320, 640), torch.float32) == []
+    monkeypatch.setattr(matmul.cpu, "fast_products", lambda: (True, "the test says so"))
+    own = [C.dc_gemm_bytes(512, 640, 320)] * torch.get_num_threads()
+    assert of((512, 320), (320, 640), torch.float32) == (own if torch.backends.mkl.is_available() else [])
+    assert of((4, 32), (32, 64), torch.float32) == []
     monkeypatch.setattr(matmul.cpu, "has_instructions", lambda dtype: False)
     assert of((4, 320), (320, 640)) == [4 * 4 * 640, 4 * 4 * 320, 4 * 320 * 640]
     monkeypatch.setattr(matmul.cpu, "compute_path", lambda dtype: ComputePath(dtype, True, "the test says so"))

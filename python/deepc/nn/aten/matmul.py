@@ -24,13 +24,13 @@ import torch
 
 from ...core import cpu, env
 from ...core.foreign import patches
+from ...core.lib import C
 from ...core.ops import dtype_of
 from . import without_notice
 
 PANEL = 4 << 20  # elements, of each fp32 copy: of either operand and of the result
 _DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 LEAST_OWN = 1 << 20  # multiplications of a product that the core makes: smaller ones are through before this is asked
-_ROWS, _COLUMNS, _DEPTH, _SLACK = 448, 1024, 384, 32  # what the core packs of either operand (DC__GEMM_* of ops/ops.h)
 PAYS = 40  # multiplications for each number that is widened or rounded, from which on fp32 beats slow instructions
 
 _gemm = torch.ops.deepc.gemm.default  # of core.ops
@@ -239,11 +239,11 @@ def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed;
-    nothing if it needs none. For the memory plan: a and b may be fake."""
+    """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed, or
+    of what the core packs; nothing if it needs none. For the memory plan: a and b may be fake."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if a.dtype == b.dtype == torch.float32 and m * k * n >= LEAST_OWN and _is_own(a.device):
-        return [4 * (min(m, _ROWS) + min(n, _COLUMNS) + 2 * _SLACK) * min(k, _DEPTH)] * torch.get_num_threads()
+        return [C.dc_gemm_bytes(m, n, k)] * torch.get_num_threads()
     if a.dtype != b.dtype or not _why(a.dtype, a.device) or not _pays(m, k, n, _least_of(a.dtype)):
         return []
     together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
