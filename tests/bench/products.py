@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 
-from common import machine, paired_row, require_deepc, rounds, row
+from common import emit, machine, paired_row, require_deepc, rounds
 
 CASES = ["512x384x1536", "512x1536x384", "512x384x50257", "256x256x256", "128x128x128", "2048x2048x2048"]
 
@@ -39,14 +39,11 @@ def measure(name: str, what: str, a, b, count: int) -> None:
 
     times = rounds({k: often(one) for k, one in contenders(a, b).items()}, count)
     speeds = {k: [calls * flops / ms / 1e6 for ms in v] for k, v in times.items()}
+    figure, mine = f"{name} {what}", speeds["deepc"]
     for who, speed in speeds.items():
-        print(json.dumps(row("products", f"{name} {what}", who, "GFLOP/s", speed)), flush=True)
+        emit("products", figure, who, "GFLOP/s", speed)
     for peer in ("torch", "oneDNN"):
-        more = paired_row(speeds["deepc"], speeds[peer])
-        print(
-            json.dumps(row("products", f"{name} {what}", "deepc", "GFLOP/s", speeds["deepc"], peer=peer, **more)),
-            flush=True,
-        )
+        emit("products", figure, "deepc", "GFLOP/s", mine, peer=peer, **paired_row(mine, speeds[peer]))
 
 
 def main() -> None:

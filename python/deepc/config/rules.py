@@ -33,8 +33,8 @@ from .values import (
     _KIND_WORDS,
     _SECTIONS,
     AUTO,
+    BadValue,
     _auto_message,
-    _Bad,
     _show,
     check_value,
     is_auto_a_value,
@@ -187,7 +187,7 @@ class Loader:
         try:
             # A hint of so many elements is often computed, 0.9 * hidden * hidden: what it rounds to changes no result.
             checked = check_value(row, round(value) if fraction and math.isfinite(value) else value)
-        except _Bad as exc:
+        except BadValue as exc:
             self.fail(path, value, f"{exc}.")
             return
         if row.kind == "gated":
@@ -677,7 +677,7 @@ class Loader:
                 continue
             try:
                 checked[key] = check_value(row, value)
-            except _Bad as exc:
+            except BadValue as exc:
                 self.fail(path, value, f"{exc}.")
                 continue
             if row.state is State.LATER and checked[key] not in row.ok:

@@ -52,7 +52,7 @@ _KIND_WORDS = {
 }
 
 
-class _Bad(Exception):
+class BadValue(Exception):
     """The text after 'key = value'."""
 
 
@@ -78,20 +78,20 @@ def _in_range(row: Key, value: float) -> bool:
 def _check_number(row: Key, value: Any, integer: bool) -> Any:
     word = _KIND_WORDS["int" if integer else "number"]
     if isinstance(value, str):
-        raise _Bad(f"is a string, but must be {word}; write it without quotes")
+        raise BadValue(f"is a string, but must be {word}; write it without quotes")
     if not _is_number(value):
-        raise _Bad(f"must be {word}")
+        raise BadValue(f"must be {word}")
     if not math.isfinite(value):
-        raise _Bad("must be finite")
+        raise BadValue("must be finite")
     if integer and value != int(value):
-        raise _Bad("must be an integer")
+        raise BadValue("must be an integer")
     if not _in_range(row, value):
-        raise _Bad(f"is out of range, it must be {_range_text(row)}")
+        raise BadValue(f"is out of range, it must be {_range_text(row)}")
     return int(value) if integer else float(value)
 
 
 def check_value(row: Key, value: Any) -> Any:
-    """The value in its canonical form. Raises _Bad."""
+    """The value in its canonical form. Raises BadValue."""
     if value is None and (row.default is None or row.null):
         return None
     kind = row.kind
@@ -101,38 +101,38 @@ def check_value(row: Key, value: Any) -> Any:
         return _check_number(row, value, kind == "int")
     if kind == "bool":
         if not isinstance(value, bool):
-            raise _Bad("must be true or false" + (", without quotes" if isinstance(value, str) else ""))
+            raise BadValue("must be true or false" + (", without quotes" if isinstance(value, str) else ""))
         return value
     if kind == "str":
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if not isinstance(value, str):
-            raise _Bad("must be a string" + (f", one of {', '.join(row.choices)}" if row.choices else ""))
+            raise BadValue("must be a string" + (f", one of {', '.join(row.choices)}" if row.choices else ""))
         if row.choices:
             spelled = {c.lower(): c for c in row.choices}
             if value.lower() not in spelled:
-                raise _Bad(f"must be one of {', '.join(row.choices)}")
+                raise BadValue(f"must be one of {', '.join(row.choices)}")
             return spelled[value.lower()]
         return value
     if kind == "strings":
         if isinstance(value, str):
             return [value]
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise _Bad("must be a list of strings")
+            raise BadValue("must be a list of strings")
         return list(value)
     if kind in ("ints", "numbers"):
         word = "integers" if kind == "ints" else "numbers"
         if not isinstance(value, (list, tuple)) or len(value) != len(row.default):
-            raise _Bad(f"must be a list of {len(row.default)} {word}")
+            raise BadValue(f"must be a list of {len(row.default)} {word}")
         return tuple(_check_number(row, v, kind == "ints") for v in value)
     if kind == "pick":
         if isinstance(value, bool) or (isinstance(value, str) and value == AUTO):
             return value
         if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v in row.choices for v in value):
             return tuple(dict.fromkeys(value))
-        raise _Bad(f'must be true, false, "auto" or a list of {", ".join(row.choices)}')
+        raise BadValue(f'must be true, false, "auto" or a list of {", ".join(row.choices)}')
     if not isinstance(value, Mapping):
-        raise _Bad("must be an object {...}")
+        raise BadValue("must be an object {...}")
     return dict(value)
 
 

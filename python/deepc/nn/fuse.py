@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -118,8 +117,8 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
         raise UnsupportedError(
             f"nothing in {type(model).__name__} can be fused with only={kinds!r}.{reasons}\n{_SUPPORTED}"
         )
-    for p in itertools.islice(model.parameters(), 1):
-        matmul.choose_own(p.device)
+    if (first := next(model.parameters(), None)) is not None:
+        matmul.choose_own(first.device)
     return summary
 
 

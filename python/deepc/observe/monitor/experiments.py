@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...config.keys import RENAMED_SECTIONS, TABLE
-from ...config.values import _Bad, check_value, suggest
+from ...config.values import BadValue, check_value, suggest
 from ...errors import ConfigError, UnsupportedError
 from .sinks import Guard, Sink, logger
 
@@ -306,7 +306,7 @@ def _check(config: Mapping[str, Any]) -> None:
                 raise ConfigError(f"MonitorMaster: unknown key {json.dumps(path)}.{suggest(path)}")
             try:
                 check_value(TABLE[path], value)
-            except _Bad as exc:
+            except BadValue as exc:
                 raise ConfigError(f"MonitorMaster: {path} = {json.dumps(value, default=str)} {exc}") from None
 
 
