@@ -1,7 +1,6 @@
 /* gemm.c: the public wrapper of the matrix product: checks, cuts c into pieces for the threads, and gives each piece
  * room for what it packs. */
 #include "call.h"
-#include "ref/scalar.h"
 
 enum { GEMM_LEAST_SIDE = 128, GEMM_UNIT = 32, GEMM_PIECES_PER_THREAD = 4 };
 
@@ -50,6 +49,14 @@ static void gemm_cut(gemm_job *j, int threads) {
   j->across = gemm_pieces(t->n, j->cols);
 }
 
+static void gemm_scale(const dc_gemm_args *t) {
+  for (int64_t i = 0; i < t->m; i++)
+    for (int64_t j = 0; j < t->n; j++) {
+      float *c = &t->c[i * t->c_stride + j];
+      *c = t->beta == 0.0f ? 0.0f : t->beta * *c;
+    }
+}
+
 int dc_gemm(const dc_gemm_args *args) {
   dc_gemm_args a;
   gemm_job j = {.args = &a};
@@ -57,8 +64,8 @@ int dc_gemm(const dc_gemm_args *args) {
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_gemm_calls, 1);
   if (!a.m || !a.n) return DC_OK;
-  if (!a.k) { /* nothing to pack */
-    dc__gemm_scalar(&a, 0, a.m, 0, a.n, NULL);
+  if (!a.k) {
+    gemm_scale(&a);
     return DC_OK;
   }
   gemm_cut(&j, dc_num_threads());
