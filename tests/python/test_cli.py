@@ -249,9 +249,12 @@ def test_an_interrupt_that_an_import_catches_counts(monkeypatch, capfd):
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(signal, "getsignal", lambda sig: signal.default_int_handler)  # whatever started the tests
     monkeypatch.setattr(cli, "complete", imports)
-    assert main(["estimate", "--params", "1e6"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    try:
+        assert main(["estimate", "--params", "1e6"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "deepc estimate: interrupted\n")
 

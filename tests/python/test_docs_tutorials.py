@@ -25,6 +25,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 LIMIT_S = 600
+# What a process says in which a C++ thread of torch's is left at its end: seen once, of a rank of Gloo under load.
+# deepc has no such threads.
+TORCHS_END = "terminate called without an active exception"
 NEEDS = {"reading-the-report.md": ("rich",)}
 IN_SOURCES = "<!-- in: a copy of the sources -->"
 PAGES = {
@@ -107,6 +110,19 @@ def what_is_missing(name: str) -> str:
     return ", ".join(missing)
 
 
+def _run(commands: str, work: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-e", "-c", commands],
+        cwd=work,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
 def follow(page: Path, folder: Path) -> list[str]:
     """Does what the page says, in `folder`; returns the output of each command block. AssertionError names the step
     that went wrong."""
@@ -134,16 +150,9 @@ def follow(page: Path, folder: Path) -> list[str]:
         if step.kind == "file":
             (work / step.name).write_text(step.text)
         elif step.kind == "run":
-            done = subprocess.run(
-                ["sh", "-e", "-c", step.text],
-                cwd=work,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_S,
-            )
+            done = _run(step.text, work, env)
+            if done.returncode and TORCHS_END in done.stdout:
+                done = _run(step.text, work, env)
             outputs.append(done.stdout)
             assert done.returncode == 0, f"{page.name}: exit code {done.returncode} of\n{step.text}\n{done.stdout}"
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+from unittest.mock import patch
 
 import deepc
 import pytest
@@ -19,13 +20,10 @@ def _engine(stage: int, streamed: bool = False) -> Engine:
         "stage": stage,
         **({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if streamed else {}),
     }
-    os.environ["DEEPC_STREAMED"] = str(int(streamed))
-    try:
+    with patch.dict(os.environ, {"DEEPC_STREAMED": str(int(streamed))}):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
         return deepc.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero})[0]
-    finally:
-        os.environ["DEEPC_STREAMED"] = "0"
 
 
 def _step(engine: Engine) -> bool:

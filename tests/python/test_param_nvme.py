@@ -165,7 +165,7 @@ def _most_writes(rank, world, cfg):
         take(self)
         most[-1] = max(most[-1], len(self._writes))
 
-    DiskNodesReducer._take_oldest = taken
+    for_this_job(DiskNodesReducer, "_take_oldest", taken)
     engine = deepc.initialize(model=tiny.make_model(layers=8), config=cfg)[0]
     for micro in range(2):
         x, y = tiny.make_batch(micro, 2 * world)
