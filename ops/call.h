@@ -13,17 +13,24 @@
 /* The contract is round to nearest with denormals kept; a framework may have set flush-to-zero on its threads
  * (torch.set_flush_denormal), which would make results depend on who runs the range. */
 #if defined(__x86_64__)
-enum { MXCSR_DEFAULT = 0x1f80 };
+enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLUSHING = MXCSR_DEFAULT | 0x8000 | 0x40 }; /* FTZ, DAZ */
 static inline unsigned fp_enter(void) {
   const unsigned old = __builtin_ia32_stmxcsr();
   if ((old & ~0x3fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(MXCSR_DEFAULT);
   return old;
 }
+/* For arithmetic that is defined with denormals as zero. */
+static inline unsigned fp_enter_flushing(void) {
+  const unsigned old = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(MXCSR_FLUSHING);
+  return old;
+}
 static inline void fp_leave(unsigned old) {
-  if ((old & ~0x3fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(old);
+  if ((old & ~0x3fu) != (__builtin_ia32_stmxcsr() & ~0x3fu)) __builtin_ia32_ldmxcsr(old);
 }
 #else
 static inline unsigned fp_enter(void) { return 0; }
+static inline unsigned fp_enter_flushing(void) { return 0; }
 static inline void fp_leave(unsigned old) { (void)old; }
 #endif
 

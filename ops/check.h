@@ -425,9 +425,10 @@ static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
 
 /* ---- products of matrices ---------------------------------------------------------------------------------------- */
 /* [rows, cols], stored by rows or by columns. */
-static inline int check_operand(const float *p, int64_t rows, int64_t cols, const int64_t *stride, const char *what) {
+static inline int check_operand(const void *p, int dt, int64_t rows, int64_t cols, const int64_t *stride,
+                                const char *what) {
   int64_t top, side;
-  DC_TRY(check_array(p, sizeof *p, rows && cols, what));
+  DC_TRY(check_array(p, check_size(dt), rows && cols, what));
   if (rows <= 0 || cols <= 0) return DC_OK;
   if (stride[0] < 0 || stride[1] < 0 || (stride[0] != 1 && stride[1] != 1) ||
       __builtin_mul_overflow(rows - 1, stride[0], &top) || __builtin_mul_overflow(cols - 1, stride[1], &side) ||
@@ -439,16 +440,23 @@ static inline int check_operand(const float *p, int64_t rows, int64_t cols, cons
 
 static inline int check_gemm(const dc_gemm_args *given, dc_gemm_args *a) {
   int64_t n;
-  DC_TRY(CHECK_TAKE(dc_gemm_args, beta, given, a));
+  DC_TRY(CHECK_TAKE(dc_gemm_args, dtype, given, a));
+  if (a->dtype != DC_F32 && a->dtype != DC_BF16)
+    return CHECK_FAIL(DC_E_INVALID, "dtype = %d; a product is of fp32 (%d) or bf16 (%d)", a->dtype, DC_F32, DC_BF16);
   if (a->m < 0 || a->n < 0 || a->k < 0)
     return CHECK_FAIL(DC_E_INVALID, "m = %lld, n = %lld, k = %lld; none may be negative", (long long)a->m,
                       (long long)a->n, (long long)a->k);
-  DC_TRY(check_array(a->c, sizeof *a->c, a->m && a->n, "c"));
-  if (a->m > 1 && (a->c_stride < a->n || __builtin_mul_overflow(a->m, a->c_stride, &n) || n > INT64_MAX / 16))
+  DC_TRY(check_array(a->out, check_size(a->dtype), a->m && a->n, "out"));
+  DC_TRY(check_array(a->c, check_size(a->dtype), a->m && a->n && a->beta != 0.0f, "c"));
+  if (a->m > 1 && (a->out_stride < a->n || __builtin_mul_overflow(a->m, a->out_stride, &n) || n > INT64_MAX / 16))
+    return CHECK_FAIL(DC_E_INVALID, "out_stride = %lld with m = %lld and n = %lld", (long long)a->out_stride,
+                      (long long)a->m, (long long)a->n);
+  if (a->m > 1 && a->beta != 0.0f && a->c_stride != 0 &&
+      (a->c_stride < a->n || __builtin_mul_overflow(a->m, a->c_stride, &n) || n > INT64_MAX / 16))
     return CHECK_FAIL(DC_E_INVALID, "c_stride = %lld with m = %lld and n = %lld", (long long)a->c_stride,
                       (long long)a->m, (long long)a->n);
-  DC_TRY(check_operand(a->a, a->m, a->k, a->a_stride, "a"));
-  return check_operand(a->b, a->k, a->n, a->b_stride, "b");
+  DC_TRY(check_operand(a->a, a->dtype, a->m, a->k, a->a_stride, "a"));
+  return check_operand(a->b, a->dtype, a->k, a->n, a->b_stride, "b");
 }
 
 /* ---- arrays of rows ---------------------------------------------------------------------------------------------- */

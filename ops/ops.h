@@ -325,27 +325,41 @@ typedef struct dc_xent_args {
 } dc_xent_args;
 DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 
-/* Product of matrices of fp32 (GEMM): c = beta c + alpha a b; c is not read if beta is 0. Of each element, a b is
- * summed in stretches of 384 of k: each is a chain of fused multiply-adds from 0 on, in the order of k; the first gives
- * alpha * stretch, or fma(alpha, stretch, beta * c), each other one fma(alpha, stretch, c). So bits depend neither on
- * the instruction set nor on threads, sizes or layouts. a and b may be stored by rows or by columns; c may overlap
- * neither. DC_E_INVALID: strides; DC_E_NOMEM: no room to pack (c is undefined then).
+/* Product of matrices (GEMM), all of fp32 or all of bf16: out = beta c + alpha a b; c is not read if beta is 0. Sums
+ * are fp32 and their order is fixed, so bits depend neither on the instruction set nor on threads, sizes or layouts:
+ *
+ * - fp32: of each element, a b is summed in stretches of 384 of k: each is a chain of fused multiply-adds from 0 on, in
+ *   the order of k; the first gives alpha * stretch, or fma(alpha, stretch, beta * c), each other one fma(alpha,
+ *   stretch, c).
+ * - bf16: stretches of 768 of k, in which of each pair (2i, 2i + 1) the second comes first; they are added one after
+ *   the other, and alpha * sum, or fma(alpha, sum, beta * c), is rounded once. Denormals of operands, sums and results
+ *   count as zero (on x86-64). This is the arithmetic of VDPBF16PS (Intel 64 and IA-32 Architectures Software
+ *   Developer's Manual, volume 2), which AMD's Zen 4 has bit for bit.
+ *
+ * a and b may be stored by rows or by columns; out may be c, and overlaps a and b nowhere. DC_E_INVALID: dtype,
+ * strides; DC_E_NOMEM: no room to pack (out is undefined then).
  */
 typedef struct dc_gemm_args {
   size_t struct_size; /* sizeof(dc_gemm_args): see base.h */
-  const float *a; /* [m, k]: element (i, p) at i * a_stride[0] + p * a_stride[1], one of which is 1 */
-  const float *b; /* [k, n]: element (p, j) at p * b_stride[0] + j * b_stride[1], one of which is 1 */
-  float *c; /* [m, n]: row i at i * c_stride; in and out */
-  int64_t m, n, k, a_stride[2], b_stride[2], c_stride;
+  const void *a; /* [m, k]: element (i, p) at i * a_stride[0] + p * a_stride[1], one of which is 1 */
+  const void *b; /* [k, n]: element (p, j) at p * b_stride[0] + j * b_stride[1], one of which is 1 */
+  const void *c; /* [m, n]: row i at i * c_stride, or the same for all (0); NULL where beta is 0 */
+  void *out; /* [m, n]: row i at i * out_stride */
+  int64_t m, n, k, a_stride[2], b_stride[2], c_stride, out_stride;
   float alpha, beta;
+  int32_t dtype; /* DC_F32 or DC_BF16, of all four */
 } dc_gemm_args;
 DC_API int dc_gemm(const dc_gemm_args *args);
-/* What each thread of such a product packs at most, in bytes: scratch, of dc_heap_take where that has it. */
-DC_API int64_t dc_gemm_bytes(int64_t m, int64_t n, int64_t k);
+/* What each thread of such a product packs and sums at most, in bytes: scratch, of dc_heap_take where that has it. */
+DC_API int64_t dc_gemm_bytes(int dtype, int64_t m, int64_t n, int64_t k);
 
 /* ---- for files of the core: the table ---------------------------------------------------------------------------- */
-/* Of dc_gemm: what a body packs of a and of b at a time, at most, and by how much it may round up either. */
-enum { DC__GEMM_DEPTH = 384, DC__GEMM_ROWS = 448, DC__GEMM_COLS = 1024, DC__GEMM_SLACK = 32 };
+/* Of dc_gemm: what a body packs of a and of b at a time, at most, and by how much it may round up either; a stretch of
+ * k; of bf16 the rows of which it keeps sums at a time, where k has more than one stretch. */
+enum { DC__GEMM_ROWS = 336, DC__GEMM_COLS = 1024, DC__GEMM_SLACK = 32, DC__GEMM_SUMS = 1024 };
+#define DC__GEMM_DEPTH(dtype) ((dtype) == DC_F32 ? 384 : 768)
+/* Rows of a at a time where each has so many words of 32 bits: what fits into L2. */
+static inline int64_t dc__gemm_rows(int64_t words) { return words ? DC__GEMM_ROWS * 384 / words : DC__GEMM_ROWS; }
 /* fp32 scalars of one tensor's step (adamw_coef.h). */
 typedef struct dc__adamw_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;

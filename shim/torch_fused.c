@@ -571,7 +571,9 @@ static void fused_sparse_attention_grad(dct_value *stack, uint64_t num_args, uin
 
 /* ---- products of matrices ---------------------------------------------------------------------------------------- */
 static bool fused_look_matrix(dct_call *c, dct_tensor t, const char *name, rows *r) {
-  if (!fused_look_shape(c, t, name, r) || !dct__must_be_f32(c, &r->v, name)) return false;
+  if (!fused_look_shape(c, t, name, r)) return false;
+  if (r->v.dtype != DC_F32 && r->v.dtype != DC_BF16)
+    return dct__fail(c, "'%s' must be float32 or bfloat16, got %s", name, dc_dtype_name(r->v.dtype));
   return r->dim == 2 ? true : dct__fail(c, "'%s' has %" PRId64 " dimensions; a matrix has 2", name, r->dim);
 }
 
@@ -583,38 +585,48 @@ static void fused_operand(const rows *r, int64_t *stride) {
 static void fused_gemm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
   dct_call c;
   dct__begin(&c, "gemm");
-  rows a, b, out;
+  rows a, b, added, out;
   bool ok = fused_look_matrix(&c, value_tensor(stack[0]), "a", &a) &&
             fused_look_matrix(&c, value_tensor(stack[1]), "b", &b) &&
-            fused_look_matrix(&c, value_tensor(stack[2]), "out", &out);
+            fused_look_matrix(&c, value_tensor(stack[2]), "c", &added) &&
+            fused_look_matrix(&c, value_tensor(stack[3]), "out", &out);
   if (ok && c.cuda) ok = dct__fail(&c, "'a' is on a CUDA device, where torch.mm is faster; pass CPU tensors");
+  if (ok && (added.size[0] != out.size[0] || added.size[1] != out.size[1]))
+    ok = dct__fail(&c, "'c' is [%" PRId64 ", %" PRId64 "] and 'out' [%" PRId64 ", %" PRId64 "]", added.size[0],
+                   added.size[1], out.size[0], out.size[1]);
   if (ok && (a.size[1] != b.size[0] || out.size[0] != a.size[0] || out.size[1] != b.size[1]))
     ok = dct__fail(&c,
                    "[%" PRId64 ", %" PRId64 "] = [%" PRId64 ", %" PRId64 "] x [%" PRId64 ", %" PRId64 "] does not fit",
                    out.size[0], out.size[1], a.size[0], a.size[1], b.size[0], b.size[1]);
-  if (ok && out.size[1] > 1 && out.step[1] != 1)
-    ok = dct__fail(&c, "the elements of a row of 'out' don't lie side by side");
+  if (ok && (a.v.dtype != out.v.dtype || b.v.dtype != out.v.dtype || added.v.dtype != out.v.dtype))
+    ok = dct__fail(&c, "'a' is %s, 'b' %s, 'c' %s, 'out' %s; a product has one dtype", dc_dtype_name(a.v.dtype),
+                   dc_dtype_name(b.v.dtype), dc_dtype_name(added.v.dtype), dc_dtype_name(out.v.dtype));
+  if (ok && out.size[1] > 1 && (out.step[1] != 1 || added.step[1] != 1))
+    ok = dct__fail(&c, "the elements of a row of '%s' don't lie side by side", out.step[1] != 1 ? "out" : "c");
   if (ok) {
     dc_gemm_args t = {.struct_size = sizeof t,
                       .a = a.v.ptr,
                       .b = b.v.ptr,
-                      .c = out.v.ptr,
+                      .c = added.v.ptr,
+                      .out = out.v.ptr,
                       .m = out.size[0],
                       .n = out.size[1],
                       .k = a.size[1],
-                      .c_stride = out.step[0],
-                      .alpha = (float)value_double(stack[4]),
-                      .beta = (float)value_double(stack[3])};
+                      .c_stride = added.step[0],
+                      .out_stride = out.step[0],
+                      .alpha = (float)value_double(stack[5]),
+                      .beta = (float)value_double(stack[4]),
+                      .dtype = out.v.dtype};
     fused_operand(&a, t.a_stride), fused_operand(&b, t.b_stride);
     dct__status(&c, dc_gemm(&t));
   }
-  dct__delete_tensors(stack, 3);
+  dct__delete_tensors(stack, 4);
   dct__finish(&c, __FILE__, __LINE__);
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 static const dct_operator fused_operators[] = {
-    {"gemm", "gemm(Tensor a, Tensor b, Tensor(a!) out, float beta, float alpha) -> ()", fused_gemm},
+    {"gemm", "gemm(Tensor a, Tensor b, Tensor c, Tensor(a!) out, float beta, float alpha) -> ()", fused_gemm},
     {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", fused_rms_norm},
     {"add_rms_norm",
      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)",

@@ -65,7 +65,11 @@ extern int64_t dc__prefetch_ahead __attribute__((visibility("hidden")));
 DC_INLINE void v_prefetch(const void *p, int64_t bytes) {
   _mm_prefetch((const char *)((uintptr_t)p + (uintptr_t)bytes), _MM_HINT_T0);
 }
-/* The same ahead of element i of an array of dtype dt. */
+/* Into L2, for what is read much later. */
+DC_INLINE void v_prefetch_far(const void *p, int64_t bytes) {
+  _mm_prefetch((const char *)((uintptr_t)p + (uintptr_t)bytes), _MM_HINT_T1);
+}
+/* v_prefetch ahead of element i of an array of dtype dt. */
 DC_INLINE void v_ahead(const void *p, int dt, int64_t i, int64_t bytes) {
   v_prefetch(p, i * (dt == DC_F32 ? 4 : 2) + bytes);
 }
@@ -284,6 +288,15 @@ DC_INLINE vf v_raise(vf top, vf a) { return _mm512_max_ps(a, top); }
 #if defined(__AVX512BF16__)
 /* acc[j] += the two products of the bf16 pairs in a[j] and b[j], the upper one first; denormals count as zero. */
 DC_INLINE vf v_dot_pairs(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+/* The bits of r numbers of 16 bits as pairs, at most 2 * LANES; zeros behind. */
+DC_INLINE vf v_load_pairs(const void *p, int r) {
+  if (r == 2 * LANES) return _mm512_loadu_ps(p);
+  return (vf)_mm512_maskz_loadu_epi16((__mmask32)((1u << r) - 1), p);
+}
+/* Pairs of an element of `low` and the same of `high`. */
+DC_INLINE vf v_pairs(__m256i low, __m256i high) {
+  return (vf)_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
 /* 2^t within 3e-6 of itself for t <= 1, where the result is to be a bf16: 2^n p(r), n the next integer and p of degree
  * 4, fitted as that of ref/exp.h. 0 far below; NaN stays NaN. */
 DC_INLINE vf v_exp2_low(vf t) {

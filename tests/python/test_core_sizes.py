@@ -76,16 +76,19 @@ PRODUCT = """
 import torch
 from deepc.core import memory
 from deepc.core.lib import C
+from deepc.core.ops import dtype_of
 torch.set_num_threads(1)
 m, k, n = {shape}
-torch.ops.deepc.gemm(torch.ones(m, k), torch.ones(k, n), torch.empty(m, n), 0.0, 1.0)
-print(C.dc_gemm_bytes(m, n, k), memory.heap_stats()["peak"], C.dc_heap_usable())
+dtype = torch.{dtype}
+torch.ops.deepc.gemm(*(torch.ones(*s, dtype=dtype) for s in ((m, k), (k, n), (m, n), (m, n))), 0.0, 1.0)
+print(C.dc_gemm_bytes(dtype_of(dtype).code, m, n, k), memory.heap_stats()["peak"], C.dc_heap_usable())
 """
 
 
 @pytest.mark.parametrize("shape", [(500, 70, 1300), (1000, 900, 20)])
-def test_a_product_packs_what_it_said(shape):
-    done = run_python("-c", PRODUCT.format(shape=shape))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_packs_what_it_said(shape, dtype):
+    done = run_python("-c", PRODUCT.format(shape=shape, dtype=dtype))
     assert done.returncode == 0, done.stderr
     said, taken_by_it, usable = map(int, done.stdout.split())
     if not usable:

@@ -202,6 +202,7 @@ OPCHECKS = {
     "gemm": lambda: (
         make(60, torch.float32).view(4, 15),
         make(90, torch.float32, 2).view(6, 15).t(),
+        make(6, torch.float32, 3).expand(4, 6),
         torch.ones(4, 6),
         0.5,
         2.0,

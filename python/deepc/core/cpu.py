@@ -38,9 +38,9 @@ _X86 = {
     "fp16": (("avx512_fp16", "AVX512_CORE_FP16"), ("amx_fp16", "AVX512_CORE_AMX_FP16")),
 }
 _ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
+_ZEN_4 = "25"  # the family of Zen 3 and 4, of which the latter has AVX-512
 # whose VDPBF16PS makes half as many products a cycle as VFMADD (docs/lab/kernels.md)
 _SLOW_PAIRS = ("GenuineIntel", "avx512_bf16")
-_ZEN_5 = 26  # the family of the first of AMD's processors whose vector units are 512 bits wide
 
 
 def _cpuinfo(path: str, *names: str) -> str:
@@ -132,22 +132,32 @@ def fp16_arithmetic() -> tuple[bool, str]:
     return _here("fp16")
 
 
-def _fast_products(vendor: str, family: str, isa: int) -> tuple[bool, str]:
+def _fast_products(
+    dtype: str, vendor: str, family: str, flags: frozenset[str], isa: int, limit: str = "ALL"
+) -> tuple[bool, str]:
     """Pure part of fast_products()."""
-    if vendor != "AuthenticAMD" or not family.isdigit() or int(family) < _ZEN_5:
+    amd = vendor == "AuthenticAMD" and "avx512f" in flags
+    if dtype == "bf16":
+        if not amd or family != _ZEN_4 or not _arithmetic(dtype, flags, "x86_64", limit, vendor)[0]:
+            return False, "oneDNN's products of bf16 were not found slower than the core's on this processor"
+        if isa < _ISA_AVX512_BF16:
+            return False, "DEEPC_ISA asks for kernels without AVX512-BF16"
+        return True, "oneDNN's large and small ones leave a part of Zen 4's AVX512-BF16"
+    if not amd:
         return False, "MKL's products of fp32 are as fast as the core's on this processor"
     if isa == 0:
         return False, "DEEPC_ISA asks for the scalar kernels"
-    return True, "MKL takes AMD's processors for AVX2's, and this one has twice the arithmetic in AVX-512"
+    return True, "MKL takes AMD's processors for AVX2's, and this one has AVX-512"
 
 
 @functools.cache
-def fast_products() -> tuple[bool, str]:
-    """(whether products of fp32 matrices are best made by the core's dc_gemm instead of MKL, why). The processor
-    decides and no measurement: bits depend on no clock."""
+def fast_products(dtype: str = "fp32") -> tuple[bool, str]:
+    """(whether products of matrices in "fp32" or "bf16" are best made by the core's dc_gemm instead of torch's library,
+    why). The processor decides and no measurement: bits depend on no clock."""
     isa = ctypes.c_int()
     call("dc_isa_current", ctypes.byref(isa))
-    return _fast_products(_vendor_here(), _cpuinfo("/proc/cpuinfo", "cpu family"), isa.value)
+    family = _cpuinfo("/proc/cpuinfo", "cpu family")
+    return _fast_products(dtype, _vendor_here(), family, _flags_here(), isa.value, _limit())
 
 
 @dataclass(frozen=True)

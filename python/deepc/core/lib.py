@@ -487,7 +487,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_isa_force": (c_int, c_int),
     "dc_set_num_threads": (c_int, c_int),
     "dc_num_threads": (c_int,),
-    "dc_gemm_bytes": (c_int64, c_int64, c_int64, c_int64),
+    "dc_gemm_bytes": (c_int64, c_int, c_int64, c_int64, c_int64),
     "dc_mem_alloc": (c_int, c_size_t, c_int, _P(c_void_p)),
     "dc_mem_alloc_bytes": (c_int, c_size_t, c_int, _P(c_size_t)),
     "dc_mem_free": (c_int, c_void_p),

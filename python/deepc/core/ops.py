@@ -278,7 +278,7 @@ torch.library.register_autograd("deepc::norm_squared", _norm_backward, setup_con
 
 
 @fake("gemm")
-def _(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, beta: float, alpha: float) -> None:
+def _(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, beta: float, alpha: float) -> None:
     return None
 
 

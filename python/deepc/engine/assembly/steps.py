@@ -571,8 +571,9 @@ def choose_kernels(engine: EngineBase) -> None:
     if engine.device.type == "cpu":
         cross_entropy.install()
     dtype = torch_dtype(engine.plan.computes_in)
-    if matmul.choose_own(engine.device) and dtype == torch.float32:
-        say(engine, f"matrix products in fp32 are deepc's ({cpu.fast_products()[1]}; DEEPC_MATMUL=0: torch's)")
+    if dtype in matmul.choose_own(engine.device):
+        name = dtype_of(dtype).short
+        say(engine, f"matrix products in {name} are deepc's ({cpu.fast_products(name)[1]}; DEEPC_MATMUL=0: torch's)")
     why = matmul.choose(dtype, engine.device)
     if why:
         say(engine, f"matrix products in {name_of(dtype)} are computed in fp32 and rounded ({why})")

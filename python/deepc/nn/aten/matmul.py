@@ -8,8 +8,9 @@ once. Every other dtype goes to torch's own kernel, and so do products that are 
 there are instructions.
 
 fp32 is torch's MKL, which runs its AVX2 loop on AMD's processors: 93 to 110 GFLOP/s of the 256 that a core of Zen 5
-has. There `install(torch.float32)` gives products to dc_gemm (206 to 241; ops/cpu/gemm.c), but small ones, and operands
-that lie neither by rows nor by columns.
+has, 73 to 99 of Zen 4's 117. There `install_own(torch.float32)` gives products to dc_gemm (206 to 241, 92 to 105;
+ops/cpu/gemm.c), but small ones, and operands that lie neither by rows nor by columns. On Zen 4 bf16 as well, of whose
+233 oneDNN makes 160 to 216.
 
 Below autograd, so forward, backward, attention's products and torch.compile's extern calls all take it. Process-wide;
 installed once.
@@ -36,17 +37,24 @@ PAYS = 40  # multiplications for each number that is widened or rounded, from wh
 _gemm = torch.ops.deepc.gemm.default  # of core.ops
 _library: torch.library.Library | None = None
 _least: dict[torch.dtype, int] = {}  # of each 16-bit dtype that takes the path, such multiplications
-_own = False  # fp32 is the core's
+_own: set[torch.dtype] = set()  # whose products are the core's
 calls = 0  # products that took the path; for tests
 
 
 def install(dtype: torch.dtype) -> None:
-    """Routes CPU matrix products of `dtype` through fp32 (bfloat16 and float16), or to the core (float32)."""
-    global _library, _own
-    if dtype == torch.float32:
-        _own = True
-    else:
-        _least[dtype] = _least_of(dtype)
+    """Routes CPU matrix products of bfloat16 or float16 through fp32."""
+    _least[dtype] = _least_of(dtype)
+    _install()
+
+
+def install_own(dtype: torch.dtype) -> None:
+    """Routes CPU matrix products of float32 or bfloat16 to the core."""
+    _own.add(dtype)
+    _install()
+
+
+def _install() -> None:
+    global _library
     if _library is not None:
         return
     patches.applied("matmul")
@@ -63,17 +71,19 @@ def _least_of(dtype: torch.dtype) -> int:
     return PAYS if cpu.has_instructions(dtype_of(dtype).short) else 0
 
 
-def choose_own(device: torch.device) -> bool:
-    """fp32 by the core, if `device` is a CPU on which that is faster. Returns whether it is."""
-    chosen = _is_own(device)
-    if chosen:
-        install(torch.float32)
+def choose_own(device: torch.device) -> list[torch.dtype]:
+    """Products by the core, if `device` is a CPU on which that is faster. Returns of which dtypes."""
+    chosen = [dtype for dtype in (torch.float32, torch.bfloat16) if _is_own(dtype, device)]
+    for dtype in chosen:
+        install_own(dtype)
     return chosen
 
 
-def _is_own(device: torch.device) -> bool:
-    fast = device.type == "cpu" and cpu.fast_products()[0] and torch.backends.mkl.is_available()
-    return fast and env.switch("DEEPC_MATMUL")
+def _is_own(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not env.switch("DEEPC_MATMUL"):
+        return False
+    peer = torch.backends.mkl if dtype == torch.float32 else torch.backends.mkldnn
+    return bool(peer.is_available()) and cpu.fast_products(dtype_of(dtype).short)[0]
 
 
 def choose(dtype: torch.dtype, device: torch.device) -> str:
@@ -99,20 +109,22 @@ def emulated(dtype: torch.dtype) -> bool:
 def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
     """Not of mixed dtypes, nor of shapes that don't fit, which are torch's errors."""
     a, b = operands[-2:]
-    own, least = _own and b.dtype == torch.float32, _least.get(b.dtype)
+    own, least = b.dtype in _own, _least.get(b.dtype)
     if not (own or least is not None) or any(t.dtype != b.dtype for t in operands):
         return False
     if a.dim() != dims or b.dim() != dims or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         return False
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if own:
-        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not _in_bf16()
+        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not _in_bf16(b.dtype)
     return _pays(m, k, n, cast(int, least))
 
 
-def _in_bf16() -> bool:
+def _in_bf16(dtype: torch.dtype) -> bool:
     """Whether the program has allowed bf16 inside of fp32 products (torch.set_float32_matmul_precision("medium")),
     which are faster still."""
+    if dtype != torch.float32:
+        return False
     allowed: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # set at import
     return allowed == "bf16"
 
@@ -122,10 +134,20 @@ def _in_lines(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 or x.stride(-2) == 1
 
 
+def _is_read(c: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the core can read c as it lies: rows one behind the other, or all the same (a bias), and either other
+    memory than out's or the same places."""
+    if c.stride(-1) != 1 or 0 < c.stride(-2) < c.shape[-1]:
+        return False
+    if c.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return True
+    return c.data_ptr() == out.data_ptr() and c.stride() == out.stride()
+
+
 def _fits(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the core, if it is to, can write `out`: rows with their elements side by side, in other memory than the
     operands'."""
-    if out.dtype != torch.float32:
+    if out.dtype not in _own:
         return True
     if out.shape != (*a.shape[:-1], b.shape[-1]) or out.stride(-1) != 1 or out.stride(-2) < out.shape[-1]:
         return False
@@ -200,10 +222,10 @@ def _into(
 ) -> None:
     """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as
     PANEL lets them be, and the sums of one are complete before the next."""
-    if out.dtype == torch.float32:
-        if c is not None and c is not out:
-            out.copy_(c)
-        _gemm(a, b, out, float(beta), float(alpha))
+    if out.dtype in _own:
+        if c is not None and not _is_read(c, out):
+            c = out.copy_(c)
+        _gemm(a, b, out if c is None else c, out, float(beta), float(alpha))
         return
     (m, k), n = a.shape, b.shape[1]
     rows, depth, columns = _panel(m, k, n)
@@ -233,7 +255,7 @@ def _addmm(
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many of the products [m, k] x [k, n] have copies of at most PANEL elements; none if there are no copies."""
-    if a.dtype == torch.float32:
+    if a.dtype in _own:
         return 0
     return PANEL // max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1] * b.shape[2])
 
@@ -242,8 +264,10 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed, or
     of what the core packs; nothing if it needs none. For the memory plan: a and b may be fake."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    if a.dtype == b.dtype == torch.float32 and m * k * n >= LEAST_OWN and _is_own(a.device):
-        return [C.dc_gemm_bytes(m, n, k)] * torch.get_num_threads()
+    if a.dtype == b.dtype and _is_own(a.dtype, a.device):
+        if m * k * n < LEAST_OWN:
+            return []
+        return [C.dc_gemm_bytes(dtype_of(a.dtype).code, m, n, k)] * torch.get_num_threads()
     if a.dtype != b.dtype or not _why(a.dtype, a.device) or not _pays(m, k, n, _least_of(a.dtype)):
         return []
     together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
