@@ -281,6 +281,18 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
+def cores_in_use(seconds: float = 2.0) -> float:
+    """By whatever runs now: the load average still has what ended a minute ago."""
+
+    def busy() -> int:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return user + nice + system + irq + softirq
+
+    before = busy()
+    time.sleep(seconds)
+    return (busy() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
 def die_with_parent() -> None:
     """Linux: this process is killed when its parent ends, however that happens. A rank may spin in a peer's library,
     and nobody is left to measure for."""

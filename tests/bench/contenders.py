@@ -56,7 +56,7 @@ BASES = {
 }
 _SWITCHES = {"deepc-3-returned": {"DEEPC_KEEP_HEAP": "0"}, "deepc-3-whole": {"DEEPC_CHUNKED_LOSS": "0"}}
 ALSO_BF16 = {"ddp": ("ddp", "ddp-bf16-weights")}  # a peer's forms in bf16 of which +best is the fastest
-ONLY_FP32 = ("independent-matmul", "ddp-matmul")  # deepc.precision.fast_matmul() has its products
+WITH_MATMUL = ("independent-matmul", "ddp-matmul")  # where deepc.precision.fast_matmul() has the precision's products
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-2-cpu", "deepc-3-cpu", "deepc-3-nvme")  # compared with each peer
 _PLACES = [f"/usr/lib{place}/libtcmalloc_minimal.so.4" for place in (f"/{os.uname().machine}-linux-gnu", "64", "")]
@@ -106,7 +106,7 @@ class Contender(NamedTuple):
         cast = precision == "bf16" and self.base in ("ddp", "ddp-fused", "ddp-deepc", "zero-redundancy")
         return (
             BASES[self.base]
-            + (", autocast" if cast else "")
+            + (", autocast" if cast else ", bf16 weights" if precision == "bf16" and self.base == "ddp-matmul" else "")
             + (f", {ALLOCATORS[self.allocator]}" if self.allocator else "")
         )
 
@@ -149,7 +149,11 @@ class Contender(NamedTuple):
 
 def left_out(c: Contender, precision: str) -> bool:
     """What is the same as another contender in this precision."""
-    return c.base in (ONLY_FP32 if precision == "bf16" else ONLY_BF16)
+    if c.base in WITH_MATMUL:
+        from deepc.core.cpu import fast_products
+
+        return not fast_products(precision)[0]
+    return precision != "bf16" and c.base in ONLY_BF16
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def make_ddp(model, precision: str, kind: str):
     def wrap(m):
         return torch.nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True)
 
-    if kind == "bf16-weights":
+    if kind == "bf16-weights" or (kind == "matmul" and precision == "bf16"):
         return with_masters(model, wrap)
     ddp = wrap(model)
     return plain(ddp, list(ddp.parameters()), precision, cast=True, sharded=kind == "redundancy")
@@ -319,7 +323,7 @@ def make_step(contender: Contender, precision: str, size: str):
             return make_deepc(model, precision, 0)
         if how == "matmul":
             require_deepc().precision.fast_matmul()
-        if precision == "bf16" and not how:
+        if precision == "bf16" and how in ("", "matmul"):
             return with_masters(model)
         return plain(model, list(model.parameters()), precision, cast=True)
     if kind in ("ddp", "zero"):

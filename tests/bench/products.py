@@ -1,6 +1,6 @@
-"""Products of fp32 matrices on one CPU: deepc's dc_gemm beside torch's (MKL) and oneDNN's, GFLOP/s.
+"""Products of matrices on one CPU: deepc's dc_gemm beside torch's (fp32: MKL; bf16: oneDNN) and oneDNN's, GFLOP/s.
 
-    python tests/bench/products.py --threads 1 --rounds 7 [--cases 512x384x1536 2048x2048x2048]
+    python tests/bench/products.py --threads 1 --rounds 7 [--precision bf16] [--cases 512x384x1536 2048x2048x2048]
 
 A case is rows x depth x columns. For each: "forward", x w.t() as nn.Linear has it; "of x", g w; "of w", g.t() x.
 Contenders take turns in one process, on memory that is kept (memory.keep_heap). Says whether deepc's engines take
@@ -23,11 +23,13 @@ def contenders(a, b) -> dict:
 
     out = a.new_empty(a.shape[0], b.shape[1])
     onednn = torch.ops.mkldnn._linear_pointwise
-    return {
+    found = {
         "torch": lambda: torch.mm(a, b, out=out),
-        "oneDNN": lambda: onednn(a, b.t(), None, "none", [], ""),
-        "deepc": lambda: torch.ops.deepc.gemm(a, b, out, 0.0, 1.0),
+        "deepc": lambda: torch.ops.deepc.gemm(a, b, out, out, 0.0, 1.0),
     }
+    if a.dtype == torch.float32:
+        found["oneDNN"] = lambda: onednn(a, b.t(), None, "none", [], "")
+    return found
 
 
 def measure(name: str, what: str, a, b, count: int) -> None:
@@ -42,7 +44,7 @@ def measure(name: str, what: str, a, b, count: int) -> None:
     figure, mine = f"{name} {what}", speeds["deepc"]
     for who, speed in speeds.items():
         emit("products", figure, who, "GFLOP/s", speed)
-    for peer in ("torch", "oneDNN"):
+    for peer in speeds.keys() - {"deepc"}:
         emit("products", figure, "deepc", "GFLOP/s", mine, peer=peer, **paired_row(mine, speeds[peer]))
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--cases", nargs="+", default=CASES)
     args = parser.parse_args()
     os.environ["DEEPC_MATMUL"] = "0"  # torch's are to be torch's
@@ -60,12 +63,12 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     memory.keep_heap()
-    print(
-        json.dumps({"bench": "products", **machine(), "threads": args.threads, "engines": fast_products()}), flush=True
-    )
+    engines = fast_products(args.precision)
+    print(json.dumps({"bench": "products", **machine(), "threads": args.threads, "engines": engines}), flush=True)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
     for name in args.cases:
         m, k, n = map(int, name.split("x"))
-        x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+        x, w, g = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
         measure(name, "forward", x, w.t(), args.rounds)
         measure(name, "of x", g, w, args.rounds)
         measure(name, "of w", g.t(), x, args.rounds)

@@ -9,7 +9,7 @@
 
 Peers that are not installed are named as skipped, and so is tcmalloc (apt-get install libtcmalloc-minimal4). Run it on
 a quiet machine: every figure is the median of interleaved rounds, every ratio the median of the rounds' own ratios, but
-a load average above the number of cores makes the absolute numbers worthless (the report says so).
+other work beside it makes the absolute numbers worthless (the report says so).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from pathlib import Path
 import collectives
 import peers
 import training
-from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine, number, slow_bf16, value
+from common import EXTENSIONS, HERE, REPO, cores_in_use, die_with_parent, machine, number, slow_bf16, value
 from contenders import ALLOCATORS
 
 BENCHES = ("ops", "adamw", "update", "sparse_attention", "collectives", "train")
 QUICK_S = 570  # of the quick form: training, which comes last, gets what the others leave of it
 LIMIT_S = 3600  # of one bench process: a hang ends
+QUIET = 0.3  # cores that others use, above which a machine is not
 SLOW, MOST = 0.95, 12  # a ratio below is a loss; so many of one form's are named
 
 
@@ -109,10 +110,11 @@ def _quick_train() -> list[str]:
 
 
 def _matmul() -> list[str]:
-    """What has deepc's products of fp32 and nothing else of deepc's, where those are others than torch's."""
+    """What has deepc's products and nothing else of deepc's, where those are others than torch's."""
     from deepc.core.cpu import fast_products
 
-    return ["independent-matmul+keep", "ddp-matmul+keep"] if fast_products()[0] else []
+    fast = any(fast_products(p)[0] for p in _precisions())
+    return ["independent-matmul+keep", "ddp-matmul+keep"] if fast else []
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
@@ -282,10 +284,10 @@ HEADS = {
         " (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184`),"
         " with tcmalloc in malloc's place (`LD_PRELOAD`), and with `deepc.memory.keep_heap()`, which is for any"
         " program."
-        " The quick form takes of these the one whose third step was the shortest in a screening (the table behind the"
+        " The quick form takes of these the one with the shortest step in a screening (the table behind the"
         " others) in fp32, and the same in bf16, of autocast and bf16 weights for DDP; the full form has all."
         " A table is a group that took turns (quick: a step each). The limit: as many processes as ranks at the same"
-        " time, with `keep_heap()`, that never talk; where deepc makes products of fp32 itself, the faster of those"
+        " time, with `keep_heap()`, that never talk; where deepc makes products itself, the faster of those"
         " with and without them (`deepc.precision.fast_matmul()`)."
         " × is deepc's speed over the row's, with the quartiles of the rounds' own ratios; of memory, the row's over"
         " deepc's. PSS: highest sum over the ranks, polled in steps that nobody times; VmHWM: sum of the ranks' highest"
@@ -313,8 +315,8 @@ def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
         "|---|---|",
     ]
     lines += [f"| {k} | {v} |" for k, v in machine().items()]
-    lines += [f"| load average at the start | {busy:.1f} |", f"| time | {seconds / 60:.0f} min |", ""]
-    if busy > len(os.sched_getaffinity(0)):
+    lines += [f"| cores in use before the start | {busy:.2f} |", f"| time | {seconds / 60:.0f} min |", ""]
+    if busy > QUIET:
         lines += ["**The machine was not quiet; these figures are worth little.**", ""]
     for bench in BENCHES:
         mine = [r for r in rows if r["bench"] == bench and "skipped" not in r]
@@ -430,14 +432,14 @@ def main() -> int:
         print(f"bench: {why or 'the peers are installed and built'}")
         return bool(why)
     EXTENSIONS.mkdir(exist_ok=True)
-    busy, started = load_average(), time.monotonic()
+    busy, started = cores_in_use(), time.monotonic()
     why = peers.deepspeed_ops()
     if (took := time.monotonic() - started) > 30:
         print(f"bench: building DeepSpeed's ops took {took:.0f} s", file=sys.stderr, flush=True)
     started = time.monotonic()
-    if busy > len(os.sched_getaffinity(0)):
+    if busy > QUIET:
         print(
-            f"bench: the load average is {busy:.1f}: the machine is not quiet, and the figures will be worth little",
+            f"bench: {busy:.1f} cores are in use: the machine is not quiet, and the figures will be worth little",
             file=sys.stderr,
         )
     rows, failures = run_all(args.mode, args.only, why)

@@ -116,7 +116,7 @@ def _losses(rows: list[Row]) -> list[str]:
 def _screening(rows: list[Row]) -> list[str]:
     if not rows:
         return []
-    out = ["| screening: third step, s | | |", "|---|---|---|"]
+    out = ["| screening: the shortest step, s | | |", "|---|---|---|"]
     for r in rows:
         out.append(f"| {r['what']} | {number(r['median'])} | {'chosen' if r['chosen'] else ''} |")
     return [*out, ""]
