@@ -254,9 +254,7 @@ def _addmm(
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many of the products [m, k] x [k, n] have copies of at most PANEL elements; none if there are no copies."""
-    if a.dtype in _own:
-        return 0
+    """How many of the products [m, k] x [k, n] have copies of at most PANEL elements."""
     return PANEL // max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1] * b.shape[2])
 
 
@@ -277,7 +275,7 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 
 
 def _bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    step = _batches(a, b)
+    step = 0 if a.dtype in _own else _batches(a, b)
     for i in range(0, len(a), max(1, step)):
         if step:
             out[i : i + step] = torch.bmm(_wide(a[i : i + step]), _wide(b[i : i + step]))
@@ -288,7 +286,7 @@ def _bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _baddbmm(
     out: torch.Tensor, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> None:
-    c, step = c.expand(out.shape), _batches(a, b)
+    c, step = c.expand(out.shape), 0 if a.dtype in _own else _batches(a, b)
     for i in range(0, len(a), max(1, step)):
         part = slice(i, i + step)
         if step:
