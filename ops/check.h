@@ -438,23 +438,26 @@ static inline int check_operand(const void *p, int dt, int64_t rows, int64_t col
   return DC_OK;
 }
 
+/* A result, whose rows lie one behind the other. */
+static inline int check_matrix(const void *p, int dt, int64_t m, int64_t n, int64_t stride, const char *what) {
+  int64_t size;
+  DC_TRY(check_array(p, check_size(dt), m && n, what));
+  if (m > 1 && (stride < n || __builtin_mul_overflow(m, stride, &size) || size > INT64_MAX / 16))
+    return CHECK_FAIL(DC_E_INVALID, "%s_stride = %lld with m = %lld and n = %lld", what, (long long)stride,
+                      (long long)m, (long long)n);
+  return DC_OK;
+}
+
 static inline int check_gemm(const dc_gemm_args *given, dc_gemm_args *a) {
-  int64_t n;
   DC_TRY(CHECK_TAKE(dc_gemm_args, dtype, given, a));
   if (a->dtype != DC_F32 && a->dtype != DC_BF16)
     return CHECK_FAIL(DC_E_INVALID, "dtype = %d; a product is of fp32 (%d) or bf16 (%d)", a->dtype, DC_F32, DC_BF16);
   if (a->m < 0 || a->n < 0 || a->k < 0)
     return CHECK_FAIL(DC_E_INVALID, "m = %lld, n = %lld, k = %lld; none may be negative", (long long)a->m,
                       (long long)a->n, (long long)a->k);
-  DC_TRY(check_array(a->out, check_size(a->dtype), a->m && a->n, "out"));
-  DC_TRY(check_array(a->c, check_size(a->dtype), a->m && a->n && a->beta != 0.0f, "c"));
-  if (a->m > 1 && (a->out_stride < a->n || __builtin_mul_overflow(a->m, a->out_stride, &n) || n > INT64_MAX / 16))
-    return CHECK_FAIL(DC_E_INVALID, "out_stride = %lld with m = %lld and n = %lld", (long long)a->out_stride,
-                      (long long)a->m, (long long)a->n);
-  if (a->m > 1 && a->beta != 0.0f && a->c_stride != 0 &&
-      (a->c_stride < a->n || __builtin_mul_overflow(a->m, a->c_stride, &n) || n > INT64_MAX / 16))
-    return CHECK_FAIL(DC_E_INVALID, "c_stride = %lld with m = %lld and n = %lld", (long long)a->c_stride,
-                      (long long)a->m, (long long)a->n);
+  DC_TRY(check_matrix(a->out, a->dtype, a->m, a->n, a->out_stride, "out"));
+  if (a->beta != 0.0f)
+    DC_TRY(check_matrix(a->c, a->dtype, a->c_stride ? a->m : a->m > 0, a->n, a->c_stride, "c"));
   DC_TRY(check_operand(a->a, a->dtype, a->m, a->k, a->a_stride, "a"));
   return check_operand(a->b, a->dtype, a->k, a->n, a->b_stride, "b");
 }

@@ -10,7 +10,7 @@
  *
  * 14 x 32 sums on AVX-512 (28 of 32 registers; two loads of b and 14 of a for 28 FMAs), 6 x 16 on AVX2 (12 of 16).
  * On one core of an EPYC of Zen 5, GFLOP/s of 256: 206 to 241, oneDNN 163 to 255, MKL 93 to 110, which runs its AVX2
- * loop on AMD's processors; of Zen 4, of 117: 92 to 105, 85 to 109, 73 to 99 (docs/lab/kernels.md). */
+ * loop on AMD's processors; of Zen 4, of 117: 92 to 109, 74 to 111, 73 to 100 (docs/lab/kernels.md). */
 #include "cpu/vec.h"
 
 #if defined(__AVX512F__)
@@ -31,9 +31,9 @@ enum { GEMM_PAIRS = 1 };
 enum { GEMM_PAIRS = 0 };
 #endif
 
-DC_INLINE const void *gemm_at(const void *p, int dt, int64_t i) {
-  return (const char *)p + i * (int64_t)(dt == DC_F32 ? sizeof(float) : sizeof(uint16_t));
-}
+DC_INLINE int64_t gemm_size(int dt) { return dt == DC_F32 ? sizeof(float) : sizeof(uint16_t); }
+
+DC_INLINE const void *gemm_at(const void *p, int dt, int64_t i) { return (const char *)p + i * gemm_size(dt); }
 
 /* Words of `depth` elements of k. */
 DC_INLINE int64_t gemm_words(int dt, int64_t depth) {
@@ -65,7 +65,7 @@ DC_INLINE vf gemm_words_across(const void *src, int dt, int64_t p, int64_t along
 /* What lies behind that. */
 DC_INLINE void gemm_fetch_across(const void *src, int dt, int64_t p, int64_t along) {
   const int64_t rows = dt != DC_F32 && GEMM_PAIRS ? 2 : 1;
-  for (int64_t i = 0; i < rows; i++) v_prefetch(gemm_at(src, dt, (rows * p + i) * along), CACHE_LINE);
+  for (int64_t i = 0; i < rows; i++) v_ahead(src, dt, (rows * p + i) * along, CACHE_LINE);
 }
 
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
@@ -86,7 +86,7 @@ DC_INLINE void gemm_pack_columns(float *dst, int width, const void *src, int dt,
   for (int64_t p = 0; p < words; p += LANES) {
     const int deep = (int)gemm_min(LANES, words - p);
     vf t[LANES];
-    for (int j = 0; j < some; j++) v_prefetch(gemm_at(src, dt, (width + j) * across), p * (int64_t)sizeof(float));
+    for (int j = 0; j < some; j++) v_ahead(src, dt, (width + j) * across, p * (int64_t)sizeof(float));
     for (int j = 0; j < LANES; j++)
       t[j] = j < have ? gemm_words_along(gemm_at(src, dt, j * across), dt, p, depth) : v_set1(0.0f);
     v_turn(t);
@@ -129,7 +129,7 @@ typedef struct gemm_fetch {
 /* n numbers of each of `depth` elements of k, within `tiles` tiles. */
 DC_INLINE gemm_fetch gemm_fetch_of(const void *src, int dt, int64_t along, int64_t across, int64_t depth, int64_t n,
                                    int64_t tiles) {
-  const int64_t size = dt == DC_F32 ? sizeof(float) : sizeof(uint16_t), times = tiles * TALL;
+  const int64_t size = gemm_size(dt), times = tiles * TALL;
   gemm_fetch f = {.at = src, .done = 0};
   f.runs = along == 1 ? n : depth, f.run = size * (along == 1 ? depth : n),
   f.stride = size * (along == 1 ? across : along);
@@ -209,7 +209,7 @@ DC_INLINE void gemm_tile(const float *a, const float *b, int dt, int64_t words, 
   const vf alpha = v_set1(to->alpha), beta = v_set1(to->beta);
   const char *out = to->out ? gemm_at(to->out, dt, i0 * to->out_stride + j0)
                             : (void *)(to->after + i0 * to->stride + j0);
-  const int64_t size = dt != DC_F32 && to->out ? sizeof(uint16_t) : sizeof(float);
+  const int64_t size = to->out ? gemm_size(dt) : (int64_t)sizeof(float);
   const int64_t stride = size * (to->out ? to->out_stride : to->stride);
   vf sum[TALL][VECTORS];
   if (rows <= LOW) gemm_sum(sum, LOW, a, b, dt, words, out, stride, WIDE * size, rows, next);
@@ -294,7 +294,7 @@ DC_INLINE void gemm_stretch(const dc_gemm_args *t, int dt, gemm_room *room, cons
  * negative: there is none. */
 DC_INLINE void gemm_block(const dc_gemm_args *t, int dt, gemm_room *room, int64_t row, int64_t rows, int64_t col,
                           int64_t cols, int64_t then_col) {
-  gemm_place to = {.out = (void *)gemm_at(t->out, dt, row * t->out_stride + col),
+  const gemm_place to = {.out = (void *)gemm_at(t->out, dt, row * t->out_stride + col),
                    .c = t->c ? gemm_at(t->c, dt, row * t->c_stride + col) : NULL,
                    .after = room->sums,
                    .out_stride = t->out_stride,
@@ -306,15 +306,10 @@ DC_INLINE void gemm_block(const dc_gemm_args *t, int dt, gemm_room *room, int64_
   do {
     const int last = p + DC__GEMM_DEPTH(dt) >= t->k;
     const int64_t then_p = !last ? p + DC__GEMM_DEPTH(dt) : then_col < 0 ? -1 : 0, then = last ? then_col : col;
-    if (dt != DC_F32) {
-      gemm_place part = to;
-      if (!last) part.out = NULL;
-      if (p) part.before = room->sums;
-      gemm_stretch(t, dt, room, &part, p, row, rows, col, cols, then_p, then);
-    } else {
-      gemm_stretch(t, dt, room, &to, p, row, rows, col, cols, then_p, then);
-      to.c = to.out, to.c_stride = to.out_stride, to.beta = 1.0f;
-    }
+    gemm_place part = to;
+    if (dt != DC_F32) part.out = last ? to.out : NULL, part.before = p ? room->sums : NULL;
+    else if (p) part.c = to.out, part.c_stride = to.out_stride, part.beta = 1.0f;
+    gemm_stretch(t, dt, room, &part, p, row, rows, col, cols, then_p, then);
     p += DC__GEMM_DEPTH(dt);
   } while (p < t->k);
 }

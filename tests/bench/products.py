@@ -44,7 +44,7 @@ def measure(name: str, what: str, a, b, count: int) -> None:
     figure, mine = f"{name} {what}", speeds["deepc"]
     for who, speed in speeds.items():
         emit("products", figure, who, "GFLOP/s", speed)
-    for peer in speeds.keys() - {"deepc"}:
+    for peer in (who for who in speeds if who != "deepc"):
         emit("products", figure, "deepc", "GFLOP/s", mine, peer=peer, **paired_row(mine, speeds[peer]))
 
 

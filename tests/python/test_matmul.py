@@ -243,8 +243,10 @@ def test_the_cores_products(threads, dtype):
 CHOICE = """
 import torch
 import deepc
+from deepc.core.cpu import ComputePath
 from deepc.nn.aten import matmul
 matmul.cpu.fast_products = lambda dtype: (True, "the test says so")
+matmul.cpu.compute_path = lambda dtype: ComputePath(dtype, True, "the test says so")  # not through fp32
 bf16 = {bf16}
 config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "bf16": {"enabled": bf16}}
 engine = deepc.initialize(model=torch.nn.Linear(1024, 1024), config=config)[0]
@@ -257,8 +259,6 @@ print(matmul.calls, deepc.precision.fast_matmul())
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("switch, calls", [("", "2 True"), ("0", "0 False")])
 def test_an_engine_has_them_where_the_processor_asks_for_it(switch, calls, bf16):
-    if bf16 and not switch and cpu.has_instructions("bf16") != cpu.bf16_arithmetic()[0]:
-        pytest.skip("bf16 goes through fp32 on this processor")
     run = run_python(
         "-c",
         CHOICE.replace("{bf16}", str(bf16)),

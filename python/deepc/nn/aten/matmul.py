@@ -8,7 +8,7 @@ once. Every other dtype goes to torch's own kernel, and so do products that are 
 there are instructions.
 
 fp32 is torch's MKL, which runs its AVX2 loop on AMD's processors: 93 to 110 GFLOP/s of the 256 that a core of Zen 5
-has, 73 to 99 of Zen 4's 117. There `install_own(torch.float32)` gives products to dc_gemm (206 to 241, 92 to 105;
+has, 73 to 100 of Zen 4's 117. There `install_own(torch.float32)` gives products to dc_gemm (206 to 241, 92 to 109;
 ops/cpu/gemm.c), but small ones, and operands that lie neither by rows nor by columns. On Zen 4 bf16 as well, of whose
 233 oneDNN makes 160 to 216.
 
