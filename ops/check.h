@@ -456,8 +456,7 @@ static inline int check_gemm(const dc_gemm_args *given, dc_gemm_args *a) {
     return CHECK_FAIL(DC_E_INVALID, "m = %lld, n = %lld, k = %lld; none may be negative", (long long)a->m,
                       (long long)a->n, (long long)a->k);
   DC_TRY(check_matrix(a->out, a->dtype, a->m, a->n, a->out_stride, "out"));
-  if (a->beta != 0.0f)
-    DC_TRY(check_matrix(a->c, a->dtype, a->c_stride ? a->m : a->m > 0, a->n, a->c_stride, "c"));
+  if (a->beta != 0.0f) DC_TRY(check_matrix(a->c, a->dtype, a->c_stride ? a->m : a->m > 0, a->n, a->c_stride, "c"));
   DC_TRY(check_operand(a->a, a->dtype, a->m, a->k, a->a_stride, "a"));
   return check_operand(a->b, a->dtype, a->k, a->n, a->b_stride, "b");
 }

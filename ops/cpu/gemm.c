@@ -295,13 +295,13 @@ DC_INLINE void gemm_stretch(const dc_gemm_args *t, int dt, gemm_room *room, cons
 DC_INLINE void gemm_block(const dc_gemm_args *t, int dt, gemm_room *room, int64_t row, int64_t rows, int64_t col,
                           int64_t cols, int64_t then_col) {
   const gemm_place to = {.out = (void *)gemm_at(t->out, dt, row * t->out_stride + col),
-                   .c = t->c ? gemm_at(t->c, dt, row * t->c_stride + col) : NULL,
-                   .after = room->sums,
-                   .out_stride = t->out_stride,
-                   .c_stride = t->c_stride,
-                   .stride = cols,
-                   .alpha = t->alpha,
-                   .beta = t->beta};
+                         .c = t->c ? gemm_at(t->c, dt, row * t->c_stride + col) : NULL,
+                         .after = room->sums,
+                         .out_stride = t->out_stride,
+                         .c_stride = t->c_stride,
+                         .stride = cols,
+                         .alpha = t->alpha,
+                         .beta = t->beta};
   int64_t p = 0;
   do {
     const int last = p + DC__GEMM_DEPTH(dt) >= t->k;

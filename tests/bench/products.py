@@ -1,4 +1,5 @@
-"""Products of matrices on one CPU: deepc's dc_gemm beside torch's (fp32: MKL; bf16: oneDNN) and oneDNN's, GFLOP/s.
+"""Products of matrices on one CPU: deepc's dc_gemm beside torch's (fp32: MKL; bf16: oneDNN, and by panels of fp32, as
+deepc has them where there is no bf16 arithmetic) and oneDNN's, GFLOP/s.
 
     python tests/bench/products.py --threads 1 --rounds 7 [--precision bf16] [--cases 512x384x1536 2048x2048x2048]
 
@@ -20,6 +21,8 @@ CASES = ["512x384x1536", "512x1536x384", "512x384x50257", "256x256x256", "128x12
 def contenders(a, b) -> dict:
     """Name -> a b, for matrices of torch."""
     import torch
+    from deepc.core.cpu import bf16_arithmetic
+    from deepc.nn.aten import matmul
 
     out = a.new_empty(a.shape[0], b.shape[1])
     onednn = torch.ops.mkldnn._linear_pointwise
@@ -29,6 +32,10 @@ def contenders(a, b) -> dict:
     }
     if a.dtype == torch.float32:
         found["oneDNN"] = lambda: onednn(a, b.t(), None, "none", [], "")
+    else:
+        found["torch, fp32 panels"] = lambda: matmul.through_fp32(out, a, b, None, 0.0, 1.0)
+    if a.dtype == torch.bfloat16 and not bf16_arithmetic()[0]:
+        del found["torch"]  # a reference loop
     return found
 
 

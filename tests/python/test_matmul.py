@@ -268,11 +268,57 @@ def test_an_engine_has_them_where_the_processor_asks_for_it(switch, calls, bf16)
     assert run.stdout.splitlines()[-1] == calls
 
 
+BOTH = """
+import torch
+import deepc
+from deepc.nn.aten import matmul
+torch.manual_seed(0)
+ways = []
+def spied(way, name):
+    def spy(*args):
+        ways.append(name)
+        return way(*args)
+    return spy
+core, copies = matmul._by_the_core, matmul.through_fp32
+matmul._by_the_core, matmul.through_fp32 = spied(core, "core"), spied(copies, "fp32")
+matmul.install_own(torch.bfloat16)
+matmul._least[torch.bfloat16] = 0  # as without bf16 arithmetic
+matmul._install()
+assert not matmul.emulated(torch.bfloat16)
+def random(*shape):
+    return torch.randn(*shape).bfloat16()
+def check(got, want, way):
+    assert set(ways) == way, (ways, way)
+    ways.clear()
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-6)
+x, y, c = random(5, 64), random(64, 7), random(5, 7)
+want = x.double() @ y.double()
+check(x @ y, want, {"core"})
+check(torch.addmm(c, x, y), c.double() + want, {"core"})
+check(torch.mm(random(5, 128)[:, ::2] * 0 + x, y), want, {"core"})
+check(torch.mm(torch.stack([x, x], 2).view(5, 128)[:, ::2], y), want, {"fp32"})  # neither by rows nor by columns
+columns = torch.empty(7, 5).bfloat16().t()
+check(torch.mm(x, y, out=columns), want, {"fp32"})
+check(columns.copy_(c).addmm_(x, y), c.double() + want, {"fp32"})
+check(torch.bmm(x[None], y[None])[0], want, set())  # small ones of a batch: through fp32, all at once
+x, y = random(2, 128, 80), random(2, 80, 128)
+check(torch.bmm(x, y), x.double() @ y.double(), {"core"})
+print("fine")
+"""
+
+
+def test_what_the_core_does_not_take_goes_through_fp32_where_there_is_no_bf16_arithmetic():
+    run = run_python("-c", BOTH, timeout=300)
+    assert run.returncode == 0 and run.stdout.endswith("fine\n"), run.stderr
+
+
 def test_which_processors_ask_for_it():
     zen_3, zen_4 = frozenset({"avx2", "fma"}), frozenset({"avx2", "fma", "avx512f", "avx512_bf16"})
     for dtype in ("fp32", "bf16"):
         assert cpu._fast_products(dtype, "AuthenticAMD", "25", zen_4, 3)[0]
-        assert not cpu._fast_products(dtype, "AuthenticAMD", "25", zen_3, 3)[0]
+        assert cpu._fast_products(dtype, "AuthenticAMD", "25", zen_3, 1)[0] == (dtype == "bf16")
+        assert not cpu._fast_products(dtype, "AuthenticAMD", "25", zen_3, 0)[0], "scalar kernels are for comparisons"
+        assert not cpu._fast_products(dtype, "GenuineIntel", "6", zen_3, 1)[0], "not measured"
         assert not cpu._fast_products(dtype, "", "", zen_4, 3)[0]
         assert not cpu._fast_products(dtype, "GenuineIntel", "6", zen_4, 3)[0]
         assert not cpu._fast_products(dtype, "AuthenticAMD", "25", zen_4, 0)[0], "scalar kernels are for comparisons"
@@ -281,4 +327,4 @@ def test_which_processors_ask_for_it():
     assert cpu._fast_products("fp32", "AuthenticAMD", "26", zen_4, 3)[0], "Zen 5"
     assert not cpu._fast_products("bf16", "AuthenticAMD", "26", zen_4, 3)[0], "Zen 5: not measured"
     assert not cpu._fast_products("bf16", "AuthenticAMD", "25", zen_4, 2)[0], "without AVX512-BF16: slow"
-    assert not cpu._fast_products("bf16", "AuthenticAMD", "25", zen_4, 3, "AVX2")[0], "through fp32 there"
+    assert cpu._fast_products("bf16", "AuthenticAMD", "25", zen_4, 3, "AVX2")[0], "oneDNN has no instructions then"

@@ -138,7 +138,10 @@ def _fast_products(
     """Pure part of fast_products()."""
     amd = vendor == "AuthenticAMD" and "avx512f" in flags
     if dtype == "bf16":
-        if not amd or family != _ZEN_4 or not _arithmetic(dtype, flags, "x86_64", limit, vendor)[0]:
+        instructions = _arithmetic(dtype, flags, "x86_64", limit, vendor)[0]
+        if vendor == "AuthenticAMD" and "avx2" in flags and not instructions and isa > 0:
+            return True, "this processor has no bf16 arithmetic, and the core widens numbers while it packs them"
+        if not amd or family != _ZEN_4 or not instructions:
             return False, "oneDNN's products of bf16 were not found slower than the core's on this processor"
         if isa < _ISA_AVX512_BF16:
             return False, "DEEPC_ISA asks for kernels without AVX512-BF16"

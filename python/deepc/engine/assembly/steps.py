@@ -564,18 +564,18 @@ def check_disk(engine: EngineBase) -> None:
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_kernels(engine: EngineBase) -> None:
-    """Of torch's operators on a CPU: 16-bit products without the arithmetic, or where it is slow, go through fp32, fp32
-    products are the core's where MKL's are slow, and the loss goes by rows."""
+    """Of torch's operators on a CPU: products of fp32 and bf16 are the core's where torch's are slow, other 16-bit ones
+    without the arithmetic, or where it is slow, go through fp32, and the loss goes by rows."""
     from ...nn.aten import cross_entropy, matmul
 
     if engine.device.type == "cpu":
         cross_entropy.install()
     dtype = torch_dtype(engine.plan.computes_in)
-    if dtype in matmul.choose_own(engine.device):
-        name = dtype_of(dtype).short
-        say(engine, f"matrix products in {name} are deepc's ({cpu.fast_products(name)[1]}; DEEPC_MATMUL=0: torch's)")
-    why = matmul.choose(dtype, engine.device)
-    if why:
+    own, why = matmul.choose_own(engine.device), matmul.choose(dtype, engine.device)
+    if dtype in own:
+        name, other = dtype_of(dtype).short, "through fp32" if why else "torch's"
+        say(engine, f"matrix products in {name} are deepc's ({cpu.fast_products(name)[1]}; DEEPC_MATMUL=0: {other})")
+    elif why:
         say(engine, f"matrix products in {name_of(dtype)} are computed in fp32 and rounded ({why})")
 
 

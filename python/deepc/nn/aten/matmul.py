@@ -10,7 +10,8 @@ there are instructions.
 fp32 is torch's MKL, which runs its AVX2 loop on AMD's processors: 93 to 110 GFLOP/s of the 256 that a core of Zen 5
 has, 73 to 100 of Zen 4's 117. There `install_own(torch.float32)` gives products to dc_gemm (206 to 241, 92 to 109;
 ops/cpu/gemm.c), but small ones, and operands that lie neither by rows nor by columns. On Zen 4 bf16 as well, of whose
-233 oneDNN makes 160 to 216.
+233 oneDNN makes 160 to 216, and on AMD's processors without bf16 arithmetic, where dc_gemm widens what it packs and
+panels take up to 2.4 times as long.
 
 Below autograd, so forward, backward, attention's products and torch.compile's extern calls all take it. Process-wide;
 installed once.
@@ -34,6 +35,8 @@ _DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 LEAST_OWN = 1 << 20  # multiplications of a product that the core makes: smaller ones are through before this is asked
 PAYS = 40  # multiplications for each number that is widened or rounded, from which on fp32 beats slow instructions
 
+# out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0
+_Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float, float], None]
 _gemm = torch.ops.deepc.gemm.default  # of core.ops
 _library: torch.library.Library | None = None
 _least: dict[torch.dtype, int] = {}  # of each 16-bit dtype that takes the path, such multiplications
@@ -102,22 +105,30 @@ def _why(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Whether that is all products of the dtype, because this CPU has no arithmetic for them."""
-    return _least.get(dtype) == 0
+    """Whether all products of the dtype go through fp32 copies, because this CPU has no arithmetic for them."""
+    return _least.get(dtype) == 0 and dtype not in _own
 
 
-def _takes(operands: tuple[torch.Tensor, ...], dims: int) -> bool:
-    """Not of mixed dtypes, nor of shapes that don't fit, which are torch's errors."""
+def _way(operands: tuple[torch.Tensor, ...], dims: int, out: torch.Tensor | None = None) -> _Way | None:
+    """How a product is made, into `out` if that is given; None: by torch, as are those of mixed dtypes and of shapes
+    that don't fit, which are its errors."""
     a, b = operands[-2:]
-    own, least = b.dtype in _own, _least.get(b.dtype)
-    if not (own or least is not None) or any(t.dtype != b.dtype for t in operands):
-        return False
+    least = _least.get(b.dtype)
+    if (b.dtype not in _own and least is None) or any(t.dtype != b.dtype for t in operands):
+        return None
     if a.dim() != dims or b.dim() != dims or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
-        return False
+        return None
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    if own:
-        return m * k * n >= LEAST_OWN and _in_lines(a) and _in_lines(b) and not _in_bf16(b.dtype)
-    return _pays(m, k, n, cast(int, least))
+    if b.dtype in _own and m * k * n >= _least_own(least, dims):
+        if _in_lines(a) and _in_lines(b) and not _in_bf16(b.dtype) and (out is None or _fits(out, a, b)):
+            return _by_the_core
+    return through_fp32 if least is not None and _pays(m, k, n, least) else None
+
+
+def _least_own(least: int | None, dims: int) -> int:
+    """Multiplications of the smallest product by the core; least: of `_least`. Copies cost more than a call of it, but
+    not than one for each product of a batch."""
+    return 1 if least == 0 and dims == 2 else LEAST_OWN
 
 
 def _in_bf16(dtype: torch.dtype) -> bool:
@@ -145,10 +156,7 @@ def _is_read(c: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def _fits(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the core, if it is to, can write `out`: rows with their elements side by side, in other memory than the
-    operands'."""
-    if out.dtype not in _own:
-        return True
+    """Whether the core can write `out`: rows with their elements side by side, in other memory than the operands'."""
     if out.shape != (*a.shape[:-1], b.shape[-1]) or out.stride(-1) != 1 or out.stride(-2) < out.shape[-1]:
         return False
     return all(out.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in (a, b))
@@ -162,12 +170,13 @@ def _override(name: str, impl: Callable[..., None]) -> None:
     original, dims = torch.library.get_kernel(f"aten::{name}", "CPU"), _DIMS[name]
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if _takes(args, dims):
+        way = _way(args, dims)
+        if way is not None:
             global calls
             calls += 1
             a, b = args[-2:]
             out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device=a.device)
-            impl(out, *args, **kwargs)
+            impl(way, out, *args, **kwargs)
             return out
         return original.call_boxed(keys, *args, **kwargs)
 
@@ -178,11 +187,12 @@ def _override_out(name: str, impl: Callable[..., None]) -> None:
     original, dims = torch.library.get_kernel(f"aten::{name}.out", "CPU"), _DIMS[name]
 
     def kernel(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-        if _takes((out, *args), dims) and _fits(out, *args[-2:]):
+        way = _way((out, *args), dims, out)
+        if way is not None:
             global calls
             calls += 1
             a, b = args[-2:]
-            impl(out.resize_((*a.shape[:-1], b.shape[-1])), *args, **kwargs)
+            impl(way, out.resize_((*a.shape[:-1], b.shape[-1])), *args, **kwargs)
             return out
         return original.call_boxed(keys, *args, out=out, **kwargs)
 
@@ -194,10 +204,11 @@ def _override_in_place(name: str, impl: Callable[..., None]) -> None:
 
     def kernel(keys: Any, c: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         a, b = args
-        if _takes((c, a, b), dims) and c.shape == (*a.shape[:-1], b.shape[-1]) and _fits(c, a, b):
+        way = _way((c, a, b), dims, c)
+        if way is not None and c.shape == (*a.shape[:-1], b.shape[-1]):
             global calls
             calls += 1
-            impl(c, c, a, b, **kwargs)
+            impl(way, c, c, a, b, **kwargs)
             return c
         return original.call_boxed(keys, c, *args, **kwargs)
 
@@ -217,16 +228,19 @@ def _panel(m: int, k: int, n: int) -> tuple[int, int, int]:
     return rows, min(k, PANEL // max(rows, columns)) or 1, columns
 
 
-def _into(
+def _by_the_core(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """out [m, n] = beta c + alpha a [m, k] b [k, n]; c [m, n], may be out, or None with beta 0. Panels are as square as
-    PANEL lets them be, and the sums of one are complete before the next."""
-    if out.dtype in _own:
-        if c is not None and not _is_read(c, out):
-            c = out.copy_(c)
-        _gemm(a, b, out if c is None else c, out, float(beta), float(alpha))
-        return
+    if c is not None and not _is_read(c, out):
+        c = out.copy_(c)
+    _gemm(a, b, out if c is None else c, out, float(beta), float(alpha))
+
+
+def through_fp32(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, beta: float, alpha: float
+) -> None:
+    """Copies are of panels, which are as square as PANEL lets them be, and the sums of one are complete before the
+    next."""
     (m, k), n = a.shape, b.shape[1]
     rows, depth, columns = _panel(m, k, n)
     for i in range(0, m, rows):
@@ -243,14 +257,21 @@ def _into(
             del sums  # before those of the next
 
 
-def _mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    _into(out, a, b, None, 0, 1)
+def _mm(way: _Way, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    way(out, a, b, None, 0, 1)
 
 
 def _addmm(
-    out: torch.Tensor, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    way: _Way,
+    out: torch.Tensor,
+    c: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> None:
-    _into(out, a, b, c.expand(out.shape), beta, alpha)
+    way(out, a, b, c.expand(out.shape), beta, alpha)
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -262,11 +283,12 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     """Bytes of the fp32 copies that a product of two tensors on this CPU has at a time, once its dtype is installed, or
     of what the core packs; nothing if it needs none. For the memory plan: a and b may be fake."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    if a.dtype == b.dtype and _is_own(a.dtype, a.device):
-        if m * k * n < LEAST_OWN:
-            return []
+    if a.dtype != b.dtype:
+        return []
+    least = _least_of(a.dtype) if _why(a.dtype, a.device) else None
+    if _is_own(a.dtype, a.device) and m * k * n >= _least_own(least, a.dim()):
         return [C.dc_gemm_bytes(dtype_of(a.dtype).code, m, n, k)] * torch.get_num_threads()
-    if a.dtype != b.dtype or not _why(a.dtype, a.device) or not _pays(m, k, n, _least_of(a.dtype)):
+    if least is None or not _pays(m, k, n, least):
         return []
     together = min(len(a), _batches(a, b)) if a.dim() == 3 else 0
     if not together:
@@ -274,22 +296,29 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     return [4 * max(1, together) * size for size in (m * n, m * k, k * n)]
 
 
-def _bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    step = 0 if a.dtype in _own else _batches(a, b)
+def _bmm(way: _Way, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    step = _batches(a, b) if way is through_fp32 else 0
     for i in range(0, len(a), max(1, step)):
         if step:
             out[i : i + step] = torch.bmm(_wide(a[i : i + step]), _wide(b[i : i + step]))
         else:
-            _into(out[i], a[i], b[i], None, 0, 1)
+            way(out[i], a[i], b[i], None, 0, 1)
 
 
 def _baddbmm(
-    out: torch.Tensor, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    way: _Way,
+    out: torch.Tensor,
+    c: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> None:
-    c, step = c.expand(out.shape), 0 if a.dtype in _own else _batches(a, b)
+    c, step = c.expand(out.shape), _batches(a, b) if way is through_fp32 else 0
     for i in range(0, len(a), max(1, step)):
         part = slice(i, i + step)
         if step:
             out[part] = torch.baddbmm(c[part].float(), _wide(a[part]), _wide(b[part]), beta=beta, alpha=alpha)
         else:
-            _into(out[i], a[i], b[i], c[i], beta, alpha)
+            way(out[i], a[i], b[i], c[i], beta, alpha)

@@ -255,6 +255,7 @@ def run(
     from ....core.foreign.private import FakeTensorMode
 
     cross_entropy.install()  # as initialize does
+    matmul.choose_own(torch.device("cpu"))
     matmul.choose(computes_in or dtype, torch.device("cpu"))
     linear_loss.dry = True
     mode = FakeTensorMode(allow_non_fake_inputs=True)
