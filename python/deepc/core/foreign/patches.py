@@ -46,10 +46,10 @@ PATCHES = (
     Patch(
         "matmul",
         "aten's CPU kernels of mm, addmm, bmm and baddbmm (in place too) for 16 bits, or large ones of fp32 and bf16",
-        "processors without instructions for 16-bit products, and Intel's without AMX, are faster through fp32; torch's"
-        " leave a part of AMD's with AVX-512 unused",
-        "on AMD's: DEEPC_MATMUL=0. 16 bits elsewhere: train in fp32 (no bf16, fp16 and torch_autocast section). Else it"
-        " is never on",
+        "torch's leave a part of AMD's processors with AVX-512 unused; those without instructions for 16-bit products,"
+        " and Intel's without AMX, are faster by the core or through fp32",
+        "fp32, and bf16 where it has instructions: DEEPC_MATMUL=0. Other 16 bits: train in fp32 (no bf16, fp16 and"
+        " torch_autocast section). Else it is never on",
     ),
     Patch(
         "cross-entropy",

@@ -73,8 +73,9 @@ def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
 
 def fast_matmul() -> bool:
     """Products of fp32 and bf16 matrices on CPUs are deepc's from now on, for the whole process, where that is faster:
-    AMD's processors with AVX-512 (Zen 4 and 5, of which torch's MKL uses AVX2; bf16: Zen 4). Returns whether any are.
-    deepc's engines and `deepc.fuse` do it themselves; `DEEPC_MATMUL=0` forbids it."""
+    AMD's processors with AVX-512 (Zen 4 and 5, of which torch's MKL uses AVX2; bf16: Zen 4, and those without bf16
+    instructions). Returns whether any are. deepc's engines and `deepc.fuse` do it themselves; `DEEPC_MATMUL=0` forbids
+    it."""
     import torch
 
     from ...nn.aten import matmul
