@@ -12,7 +12,7 @@ typedef struct att_scratch {
 } att_scratch;
 
 DC_INLINE att_scratch att_lay_out(float *at, int64_t keys, int64_t width) {
-  const int64_t kp = tile_round(keys, ATT_CHUNK);
+  const int64_t kp = tile_round(keys, ATT_KEYS);
   att_scratch s;
   s.k = at, s.v = s.k + kp * width, s.q = s.v + kp * width, s.out = s.q + ATT_QUERIES * width;
   s.score = s.out + ATT_QUERIES * width, s.p = s.score + ATT_QUERIES * ATT_CHUNK;
@@ -54,6 +54,17 @@ DC_INLINE void att_shrink(float *out, int64_t width, vf keep, int nr) {
   for (int64_t c = 0; c < width; c++) v_store32(out + c * nr, LANES, v_mul(v_load32(out + c * nr, LANES), keep));
 }
 
+/* Of queries whose scores had the maximum `old` so far; top: the largest of the new ones. */
+DC_INLINE vf att_maximum(vf old, vf top) {
+  const vf max = v_max(v_max(old, top), v_set1(ATT_LOWEST));
+  return v_if_below(max, v_set1(TILE_PAIRS ? ATT_HIGHEST / 4 : ATT_HIGHEST), max, v_set1(dc__f32_of_bits(DC__NAN_F32)));
+}
+
+/* Panels of nr queries that hold the first `rows` of a block. */
+DC_INLINE int64_t att_panels(int64_t rows, int64_t queries, int nr) {
+  return (att_least(rows, queries) + nr - 1) / nr;
+}
+
 /* n scores of 16 queries, number g of the block, become probabilities. top: the largest of them; begun: there were keys
  * before. */
 DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *at, vf top, int64_t n, int64_t width,
@@ -61,9 +72,7 @@ DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *
   const vf scale = v_set1(factor), old = v_load32(s->max + g, LANES);
   float *out = s->out + g / nr * width * nr + g % nr;
   float *p = TILE_PAIRS ? s->p + g / nr * (ATT_CHUNK / 2) * nr + g % nr : at;
-  vf max = v_max(old, v_mul(top, scale));
-  max = v_max(max, v_set1(ATT_LOWEST));
-  max = v_if_below(max, v_set1(TILE_PAIRS ? ATT_HIGHEST / 4 : ATT_HIGHEST), max, v_set1(dc__f32_of_bits(DC__NAN_F32)));
+  const vf max = att_maximum(old, v_mul(top, scale));
   const vf sum = att_exponentials(p, at, n, scale, max, nr), keep = v_exp_nonpos(v_sub(old, max));
   v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
   v_store32(s->max + g, LANES, max);
@@ -94,8 +103,6 @@ static __attribute__((noinline)) void att_finish(const dc_attention_args *a, con
 /* ---- forward, all of the keys --------------------------------------------------------------------------------------
  */
 #if !TILE_PAIRS /* pairs go by tiles in any case */
-enum { PANELS = ATT_QUERIES / NR };
-
 /* Scores of 16 queries (column `at` of a panel) and n keys from c on: hides what they don't see, returns the largest.
  */
 DC_INLINE vf att_largest(const dc_attention_args *a, float *at, int64_t i, int64_t c, int64_t n) {
@@ -114,8 +121,8 @@ DC_INLINE vf att_largest(const dc_attention_args *a, float *at, int64_t i, int64
 }
 
 DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int64_t i, int64_t c, int64_t n,
-                           int64_t width) {
-  for (int64_t g = 0; g < ATT_QUERIES; g += LANES) {
+                           int64_t queries, int64_t width) {
+  for (int64_t g = 0; g < queries; g += LANES) {
     float *at = s->score + g / NR * ATT_CHUNK * NR + g % NR;
     att_absorb(s, a->scale, g, at, att_largest(a, at, i + g, c, n), n, width, c > 0, NR);
   }
@@ -125,19 +132,131 @@ DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int
 DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, const tile_rows *q, int64_t b, int64_t h,
                            int64_t i) {
   const int64_t width = q->width, limit = att_limit(a->keys, a->causal, a->diagonal, i + ATT_QUERIES);
+  const int64_t panels = att_panels(a->rows - i, ATT_QUERIES, NR), queries = panels * NR;
   const tile_panels score = {s->score, ATT_CHUNK * NR}, query = {s->q, width * NR}, out = {s->out, width * NR};
   for (int r = 0; r < ATT_QUERIES; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
   if (limit <= 0) memset(s->out, 0, (size_t)(ATT_QUERIES * width) * sizeof *s->out);
-  tile_pack_across(s->q, q, a->dtype, i, ATT_QUERIES, NR);
+  tile_pack_across(s->q, q, a->dtype, i, queries, NR);
   for (int64_t c = 0; c < limit; c += ATT_CHUNK) {
     const int64_t n = att_chunk(limit, c);
-    tile_multiply(score, tile_by_rows(s->k + c * width, width, MR), query, n, PANELS, width, NR, 0);
-    att_softmax(a, s, i, c, n, width);
+    tile_multiply(score, tile_by_rows(s->k + c * width, width, MR), query, n, panels, width, NR, 0);
+    att_softmax(a, s, i, c, n, queries, width);
     const tile_left v = att_columns(s->v, c, s->keys, MR);
-    if (c == 0) tile_multiply(out, v, score, width, PANELS, n, NR, 0);
-    else tile_multiply(out, v, score, width, PANELS, n, NR, 1);
+    if (c == 0) tile_multiply(out, v, score, width, panels, n, NR, 0);
+    else tile_multiply(out, v, score, width, panels, n, NR, 1);
   }
-  att_finish(a, s, 1.0f, b, h, i, ATT_QUERIES, width, NR);
+  att_finish(a, s, 1.0f, b, h, i, queries, width, NR);
+}
+
+/* ---- forward, few queries and all of the keys ----------------------------------------------------------------------
+ */
+/* Of the heads that share one of k and v together, as when a text is generated token by token: vectors are of keys, then
+ * of columns, nothing is packed, and the sums are those of the blocks. */
+enum { ATT_FEW = 8 };
+
+typedef struct att_one {
+  float *q, *out, *score; /* [width], [width], [ATT_CHUNK] */
+  float max, sum;
+  int64_t h, i;
+} att_one;
+
+/* Scores of `count` queries and 16 keys from j on. */
+DC_INLINE void att_few_scores(const att_one *few, int64_t count, int dt, const tile_rows *k, int64_t j, int64_t to) {
+  vf sum[ATT_FEW];
+  for (int64_t n = 0; n < count; n++) sum[n] = v_set1(0.0f);
+  for (int64_t c = 0; c < k->width; c += LANES) {
+    vf t[LANES];
+    if (j + LANES <= k->count && c + LANES <= k->dim)
+      for (int r = 0; r < LANES; r++) t[r] = v_get(k->at + (j + r) * k->stride, dt, c, LANES);
+    else
+      for (int r = 0; r < LANES; r++) t[r] = tile_some_floats(k, dt, j + r, c);
+    v_turn(t);
+    for (int64_t n = 0; n < count; n++)
+      TILE_UNROLL for (int r = 0; r < LANES; r++) sum[n] = v_fma(t[r], v_set1(few[n].q[c + r]), sum[n]);
+  }
+  for (int64_t n = 0; n < count; n++) v_store32(few[n].score + to, LANES, sum[n]);
+}
+
+/* The n scores from key c on become probabilities. Returns what was summed so far counts of itself. */
+DC_INLINE vf att_one_absorb(const dc_attention_args *a, att_one *one, int64_t c, int64_t n) {
+  const int64_t seen = a->causal ? att_least(a->keys, one->i + a->diagonal + 1) : a->keys; /* keys below it */
+  const vf scale = v_set1(a->scale), old = v_set1(one->max), hidden = v_set1(-HUGE_VALF);
+  vf top = hidden;
+  for (int64_t j = 0; j < n; j += LANES) {
+    vf x = v_load32(one->score + j, LANES);
+    if (c + j + LANES > seen) {
+      x = v_if_below(v_add(vi_float(vi_lanes()), v_set1((float)(c + j))), v_set1((float)seen), x, hidden);
+      v_store32(one->score + j, LANES, x);
+    }
+    top = v_raise(top, x);
+  }
+  top = v_raise(top, v_swap8(top)), top = v_raise(top, v_swap4(top));
+  top = v_raise(top, v_swap2(top)), top = v_raise(top, v_swap1(top));
+  const vf max = att_maximum(old, v_mul(top, scale)), keep = v_exp_nonpos(v_sub(old, max));
+  const vf base = v_sub(v_set1(0.0f), max);
+  float sum = 0.0f, first[LANES];
+  for (int64_t j = 0; j < n; j += LANES)
+    v_store32(one->score + j, LANES, v_exp_nonpos(v_fma(v_load32(one->score + j, LANES), scale, base)));
+  for (int64_t j = 0; j < n; j++) sum += one->score[j];
+  v_store32(first, LANES, v_fma(v_set1(one->sum), keep, v_set1(sum))), one->sum = first[0];
+  v_store32(first, LANES, max), one->max = first[0];
+  return keep;
+}
+
+/* `abreast` vectors of columns from `at` on of one query's result get the n keys' from c on. */
+DC_INLINE void att_one_add(const att_one *one, int dt, const tile_rows *v, int64_t c, int64_t n, int64_t at,
+                           int abreast, vf keep) {
+  const int64_t there = att_least(n, v->count - c);
+  vf sum[4];
+  TILE_UNROLL for (int k = 0; k < abreast; k++) sum[k] =
+      c ? v_mul(v_load32(one->out + at + k * LANES, LANES), keep) : v_set1(0.0f);
+  if (at + abreast * LANES <= v->dim)
+    for (int64_t j = 0; j < there; j++)
+      TILE_UNROLL for (int k = 0; k < abreast; k++) sum[k] =
+          v_fma(v_get(v->at + (c + j) * v->stride, dt, at + k * LANES, LANES), v_set1(one->score[j]), sum[k]);
+  else
+    for (int64_t j = 0; j < there; j++)
+      for (int k = 0; k < abreast; k++)
+        sum[k] = v_fma(tile_some_floats(v, dt, c + j, at + k * LANES), v_set1(one->score[j]), sum[k]);
+  for (int64_t j = there; j < n; j++) /* zeros, which a NaN of the scores does not leave so */
+    for (int k = 0; k < abreast; k++) sum[k] = v_fma(v_set1(0.0f), v_set1(one->score[j]), sum[k]);
+  TILE_UNROLL for (int k = 0; k < abreast; k++) v_store32(one->out + at + k * LANES, LANES, sum[k]);
+}
+
+static __attribute__((noinline)) void att_few_finish(const dc_attention_args *a, const att_one *one, int64_t b) {
+  const tile_rows out = att_head(a->out, a->dtype, a->out_stride, b, one->h, a->rows, a->dim);
+  char *to = (char *)(uintptr_t)out.at + one->i * out.stride;
+  const vf by = v_set1(1.0f / one->sum);
+  for (int64_t c = 0; c < a->dim; c += LANES)
+    v_put(to, a->dtype, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
+          one->sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(one->out + c, LANES), by));
+  a->lse[(b * a->heads + one->h) * a->rows + one->i] =
+      one->sum == 0.0f ? HUGE_VALF : dc__canonical_f32(one->max + logf(one->sum));
+}
+
+DC_INLINE void att_few(const dc_attention_args *a, int dt, const tile_rows *k, const tile_rows *v, int64_t b, int64_t kv,
+                       float *scratch) {
+  const int64_t group = a->heads / a->kv_heads, count = group * a->rows, width = k->width;
+  const int64_t limit = att_limit(a->keys, a->causal, a->diagonal, ATT_QUERIES);
+  att_one few[ATT_FEW];
+  for (int64_t n = 0; n < count; n++, scratch += 2 * width + ATT_CHUNK) {
+    const int64_t h = kv * group + n / a->rows, i = n % a->rows;
+    const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
+    few[n] = (att_one){scratch, scratch + width, scratch + 2 * width, -HUGE_VALF, 0.0f, h, i};
+    tile_floats(few[n].q, &q, dt, i);
+    memset(few[n].out, 0, (size_t)width * sizeof *few[n].out);
+  }
+  for (int64_t c = 0; c < limit; c += ATT_CHUNK) {
+    const int64_t chunk = att_chunk(limit, c);
+    for (int64_t j = 0; j < chunk; j += LANES) att_few_scores(few, count, dt, k, c + j, j);
+    for (int64_t n = 0; n < count; n++) {
+      const vf keep = att_one_absorb(a, &few[n], c, chunk);
+      int64_t at = 0;
+      for (; at + 4 * LANES <= width; at += 4 * LANES) att_one_add(&few[n], dt, v, c, chunk, at, 4, keep);
+      for (; at < width; at += LANES) att_one_add(&few[n], dt, v, c, chunk, at, 1, keep);
+    }
+  }
+  for (int64_t n = 0; n < count; n++) att_few_finish(a, &few[n], b);
 }
 #endif
 
@@ -211,14 +330,14 @@ DC_INLINE void att_add_tiles(const att_scratch *s, tile_panels out, tile_panels 
 DC_INLINE void att_some_queries(const dc_attention_args *a, const att_sight *sight, const att_scratch *s,
                                 const tile_rows *q, int64_t i, int64_t queries, int64_t tile, int nr) {
   const int64_t width = q->width, w = tile_words(width), chunk = tile_words(ATT_CHUNK);
-  const int64_t panels = queries / nr;
+  const int64_t panels = att_panels(a->rows - i, queries, nr);
   const tile_panels query = {s->q, w * nr}, out = {s->out, width * nr};
   const tile_panels p = TILE_PAIRS ? (tile_panels){s->p, chunk * nr} : (tile_panels){s->score, ATT_CHUNK * nr};
   att_tile tiles[ATT_CHUNK / ATT_STEP];
   int64_t at = 0;
   int begun = 0;
   for (int64_t r = 0; r < queries; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
-  tile_pack_across(s->q, q, a->dtype, i, queries, nr);
+  tile_pack_across(s->q, q, a->dtype, i, panels * nr, nr);
   for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1)
     for (int64_t n = 0; n < panels; n++) { /* one by one: a panel's scores and probabilities stay in the first cache */
       const tile_panels one = {s->score + n * ATT_CHUNK * nr, 0};
@@ -260,11 +379,17 @@ DC_INLINE void att_pack_values(const att_scratch *s, const tile_rows *v, int dt,
 void DC_BODY(attention)(const dc_attention_args *a, int64_t b, int64_t kv, float *scratch) {
   TILE_OTHERS(attention, (a, b, kv, scratch));
   const int dt = a->dtype;
-  const int64_t group = a->heads / a->kv_heads, kp = tile_round(a->keys, ATT_CHUNK);
+  const int64_t group = a->heads / a->kv_heads;
   const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
   const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
   const att_scratch s = att_lay_out(scratch, a->keys, k.width);
-  tile_pack_rows(s.k, &k, dt, 0, kp);
+#if !TILE_PAIRS
+  if (!att_masked(&a->mask) && group * a->rows <= ATT_FEW) {
+    TILE_FOR(dt, DT, att_few(a, DT, &k, &v, b, kv, scratch));
+    return;
+  }
+#endif
+  tile_pack_rows(s.k, &k, dt, 0, s.keys);
   att_pack_values(&s, &v, dt, att_tile_keys(&a->mask));
   att_begin();
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {

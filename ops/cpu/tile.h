@@ -177,13 +177,15 @@ typedef struct tile_rows { /* rows of `dim` elements of a head; those from `coun
   int64_t stride, count, dim, width; /* width: dim rounded up to whole panels */
 } tile_rows;
 
-/* Row i as floats, zeros behind it. */
+/* 16 columns of row i from c on as floats, zeros behind it. */
+DC_INLINE vf tile_some_floats(const tile_rows *x, int dt, int64_t i, int64_t c) {
+  const int64_t left = i < x->count ? x->dim - c : 0;
+  return left <= 0 ? v_set1(0.0f) : v_get(x->at + i * x->stride, dt, c, left < LANES ? (int)left : LANES);
+}
+
+/* All of it. */
 DC_INLINE void tile_floats(float *to, const tile_rows *x, int dt, int64_t i) {
-  const char *row = x->at + i * x->stride;
-  for (int64_t c = 0; c < x->width; c += LANES) {
-    const int64_t left = i < x->count ? x->dim - c : 0;
-    v_store32(to + c, LANES, left <= 0 ? v_set1(0.0f) : v_get(row, dt, c, left < LANES ? (int)left : LANES));
-  }
+  for (int64_t c = 0; c < x->width; c += LANES) v_store32(to + c, LANES, tile_some_floats(x, dt, i, c));
 }
 
 /* Whether rows from i on, n of them, are words as they lie: floats or pairs, without zeros behind them. */

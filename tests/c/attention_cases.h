@@ -184,6 +184,13 @@ inline std::vector<Case> cases(int dt) {
           {dt, 1, 3, 1, 1, 100, 128, false, 0, true},
           {dt, 1, 1, 1, 100, 70, 16, true, -20, false},
           {dt, 1, 1, 1, 5, 1, 1, true, 0, false},
+          // few queries, of which a block is not full: one by one, or by panels
+          {dt, 2, 2, 2, 1, 530, 80, true, 529, false},
+          {dt, 1, 4, 1, 2, 300, 136, true, 290, true},
+          {dt, 1, 2, 2, 4, 20, 64, true, 0, false},
+          {dt, 1, 3, 1, 3, 70, 20, false, 0, false},
+          {dt, 1, 2, 1, 17, 280, 64, true, 263, true},
+          {dt, 1, 2, 2, 3, 290, 24, true, 287, false, 64, 2, true},
           // some of the keys
           {dt, 1, 2, 1, 130, 330, 24, false, 0, true, 16, 2},
           {dt, 2, 2, 2, 90, 90, 33, true, 0, false, 32, 1, true},
