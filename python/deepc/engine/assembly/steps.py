@@ -565,8 +565,8 @@ def check_disk(engine: EngineBase) -> None:
 # ---- the model and its states ----------------------------------------------------------------------------------------
 def choose_kernels(engine: EngineBase) -> None:
     """Of torch's operators on a CPU: products of fp32 and bf16 are the core's where torch's are slow, other 16-bit ones
-    without the arithmetic, or where it is slow, go through fp32, and the loss goes by rows."""
-    from ...nn.aten import cross_entropy, matmul
+    without the arithmetic, or where it is slow, go through fp32, so does attention, and the loss goes by rows."""
+    from ...nn.aten import attention, cross_entropy, matmul
 
     if engine.device.type == "cpu":
         cross_entropy.install()
@@ -577,6 +577,7 @@ def choose_kernels(engine: EngineBase) -> None:
         say(engine, f"matrix products in {name} are deepc's ({cpu.fast_products(name)[1]}; DEEPC_MATMUL=0: {other})")
     elif why:
         say(engine, f"matrix products in {name_of(dtype)} are computed in fp32 and rounded ({why})")
+    attention.choose(dtype, engine.device)
 
 
 def state_class(plan: Plan) -> type[ModelState]:

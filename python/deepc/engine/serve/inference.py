@@ -27,7 +27,7 @@ from ...core.foreign.buffers import CAST_BUFFERS, buffer_dtypes, mixing_is_told
 from ...core.ops import casts
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
-from ...nn.aten import matmul
+from ...nn.aten import attention, matmul
 from ...parallel.pipeline.part import evaluating
 from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init
@@ -192,6 +192,7 @@ class _Builder:
         matmul.choose_own(self.device)
         for of in {self.dtype, *(p.dtype for p in model.parameters())}:
             matmul.choose(of, self.device)
+            attention.choose(of, self.device)
         return InferenceEngine(model, self.dtype, home=home)
 
     def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
