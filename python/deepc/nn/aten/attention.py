@@ -125,7 +125,9 @@ def _takes_mask(q: Tensor, k: Tensor, mask: Tensor) -> bool:
     if mask.dtype not in (torch.float32, torch.bfloat16, torch.float16) or mask.dim() not in (2, 4):
         return False
     whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])[-mask.dim() :]
-    if mask.shape[-1] != whole[-1] or any(n not in (1, all_of_it) for n, all_of_it in zip(mask.shape, whole, strict=True)):
+    if mask.shape[-1] != whole[-1] or any(
+        n not in (1, all_of_it) for n, all_of_it in zip(mask.shape, whole, strict=True)
+    ):
         return False
     most = mask.amax(-1)
     return not bool(((most <= _HIDES) & (most > -torch.inf)).any())
