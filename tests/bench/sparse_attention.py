@@ -5,6 +5,7 @@ in a memory limit.
     python tests/bench/sparse_attention.py --tokens 1024 4096 16384 65536 --rounds 5 [--flex]
     python tests/bench/sparse_attention.py --memory --tokens 4096 8192 16384
     python tests/bench/sparse_attention.py --longest 2048                 (a limit in MiB)
+    python tests/bench/sparse_attention.py --tokens 256 2048 --queries 1  (dense; as text is made token by token)
 
 12 heads of 64. Contenders take turns in one process: scaled_dot_product_attention ("SDPA"; causal; with the 10 %
 layout as a bool mask), FlexAttention compiled for the same layout (--flex; forward, it has no backward on CPUs), deepc
@@ -30,13 +31,14 @@ DENSITIES = (0.05, 0.1, 0.25, 0.5, 1.0)
 MASK_MOST = 8192  # tokens: above, dense with a mask takes minutes and GBs
 
 
-def inputs(tokens: int, dtype: str, heads: int = 12):
+def inputs(tokens: int, dtype: str, heads: int = 12, queries: int | None = None):
     """(q, k, v, dout)"""
     import torch
 
     torch.manual_seed(0)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    q, k, v, dout = (torch.randn(1, heads, tokens, DIM).to(kind) for _ in range(4))
+    queries = queries or tokens
+    q, k, v, dout = (torch.randn(1, heads, n, DIM).to(kind) for n in (queries, tokens, tokens, queries))
     return [x.requires_grad_() for x in (q, k, v)], dout
 
 
@@ -77,6 +79,8 @@ def contenders(tokens: int, block: int, args) -> dict:
     import torch.nn.functional as F
     from deepc.core import ops
 
+    if args.queries:
+        return {"SDPA": (F.scaled_dot_product_attention, 1.0, False), "deepc, dense": (ops.attention, 1.0, False)}
     ten = layout_of(tokens, block, 0.1)
     out = {
         "SDPA": (F.scaled_dot_product_attention, 1.0, True),
@@ -101,7 +105,7 @@ def contenders(tokens: int, block: int, args) -> dict:
 
 
 def measure(tokens: int, dtype: str, block: int, args) -> None:
-    (q, k, v), dout = inputs(tokens, dtype, args.heads)
+    (q, k, v), dout = inputs(tokens, dtype, args.heads, args.queries)
     clock = time.process_time if args.cpu_time else time.perf_counter
     them = contenders(tokens, block, args)
     forward: dict[str, list[float]] = {n: [] for n in them}
@@ -120,7 +124,8 @@ def measure(tokens: int, dtype: str, block: int, args) -> None:
                 if back:
                     both[name].append(1e3 * (end - begin))
     for what, times in (("forward", forward), ("forward and backward", both)):
-        tell(f"{what}, {dtype}, {tokens} tokens, blocks of {block}", them, times, args)
+        of = f"{args.queries} of {tokens} tokens" if args.queries else f"{tokens} tokens, blocks of {block}"
+        tell(f"{what}, {dtype}, {of}", them, times, args)
 
 
 def tell(figure: str, them: dict, times: dict[str, list[float]], args) -> None:
@@ -230,6 +235,7 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", type=int, default=[64])
     parser.add_argument("--densities", nargs="+", type=float, default=list(DENSITIES))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--queries", type=int, help="so many; default: as many as tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flex", action="store_true", help="FlexAttention too: compiles for a minute")
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="dense ones take minutes at 64 k")

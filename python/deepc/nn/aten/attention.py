@@ -8,7 +8,7 @@ shapes and order in memory, and what the core does not take is torch's. Below au
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,4 +144,4 @@ def _masked(q: Tensor, mask: Tensor) -> tuple[Any, ...]:
 
 def _by_rows(x: Tensor) -> Tensor:
     """[batch, heads, rows, ...] as torch's kernel lays gradients and sums out: the heads of a row side by side."""
-    return cast(Tensor, x.transpose(1, 2).contiguous().transpose(1, 2))
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
