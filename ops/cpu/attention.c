@@ -61,9 +61,7 @@ DC_INLINE vf att_maximum(vf old, vf top) {
 }
 
 /* Panels of nr queries that hold the first `rows` of a block. */
-DC_INLINE int64_t att_panels(int64_t rows, int64_t queries, int nr) {
-  return (att_least(rows, queries) + nr - 1) / nr;
-}
+DC_INLINE int64_t att_panels(int64_t rows, int64_t queries, int nr) { return (att_least(rows, queries) + nr - 1) / nr; }
 
 /* n scores of 16 queries, number g of the block, become probabilities. top: the largest of them; begun: there were keys
  * before. */
@@ -150,8 +148,8 @@ DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, con
 
 /* ---- forward, few queries and all of the keys ----------------------------------------------------------------------
  */
-/* Of the heads that share one of k and v together, as when a text is generated token by token: vectors are of keys, then
- * of columns, nothing is packed, and the sums are those of the blocks. */
+/* Of the heads that share one of k and v together, as when a text is generated token by token: vectors are of keys,
+ * then of columns, nothing is packed, and the sums are those of the blocks. */
 enum { ATT_FEW = 8 };
 
 typedef struct att_one {
@@ -208,12 +206,12 @@ DC_INLINE void att_one_add(const att_one *one, int dt, const tile_rows *v, int64
                            int abreast, vf keep) {
   const int64_t there = att_least(n, v->count - c);
   vf sum[4];
-  TILE_UNROLL for (int k = 0; k < abreast; k++) sum[k] =
-      c ? v_mul(v_load32(one->out + at + k * LANES, LANES), keep) : v_set1(0.0f);
+  TILE_UNROLL for (int k = 0; k < abreast; k++) sum[k] = c ? v_mul(v_load32(one->out + at + k * LANES, LANES), keep)
+                                                           : v_set1(0.0f);
   if (at + abreast * LANES <= v->dim)
     for (int64_t j = 0; j < there; j++)
-      TILE_UNROLL for (int k = 0; k < abreast; k++) sum[k] =
-          v_fma(v_get(v->at + (c + j) * v->stride, dt, at + k * LANES, LANES), v_set1(one->score[j]), sum[k]);
+      TILE_UNROLL for (int k = 0; k < abreast; k++)
+          sum[k] = v_fma(v_get(v->at + (c + j) * v->stride, dt, at + k * LANES, LANES), v_set1(one->score[j]), sum[k]);
   else
     for (int64_t j = 0; j < there; j++)
       for (int k = 0; k < abreast; k++)
@@ -230,12 +228,12 @@ static __attribute__((noinline)) void att_few_finish(const dc_attention_args *a,
   for (int64_t c = 0; c < a->dim; c += LANES)
     v_put(to, a->dtype, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
           one->sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(one->out + c, LANES), by));
-  a->lse[(b * a->heads + one->h) * a->rows + one->i] =
-      one->sum == 0.0f ? HUGE_VALF : dc__canonical_f32(one->max + logf(one->sum));
+  a->lse[(b * a->heads + one->h) * a->rows + one->i] = one->sum == 0.0f ? HUGE_VALF
+                                                                        : dc__canonical_f32(one->max + logf(one->sum));
 }
 
-DC_INLINE void att_few(const dc_attention_args *a, int dt, const tile_rows *k, const tile_rows *v, int64_t b, int64_t kv,
-                       float *scratch) {
+DC_INLINE void att_few(const dc_attention_args *a, int dt, const tile_rows *k, const tile_rows *v, int64_t b,
+                       int64_t kv, float *scratch) {
   const int64_t group = a->heads / a->kv_heads, count = group * a->rows, width = k->width;
   const int64_t limit = att_limit(a->keys, a->causal, a->diagonal, ATT_QUERIES);
   att_one few[ATT_FEW];
