@@ -60,7 +60,7 @@ for (how, operands, exact), plain in zip(made, torchs):
     for name, x, y, want in zip("out dq dk dv".split(), got, plain, exact):
         assert x.dtype == dtype and x.shape == y.shape and x.stride() == y.stride(), (how, name, x.stride(), y.stride())
         worst, torchs_worst = ((t.double() - want).abs().max() / want.abs().max() for t in (x, y))
-        assert worst <= max(2 * torchs_worst, 2**-8), (how, name, float(worst), float(torchs_worst))
+        assert worst <= max(3 * torchs_worst, 2**-7), (how, name, float(worst), float(torchs_worst))
 
 def torchs_own(q, k, v, **how):
     before = attention.calls
