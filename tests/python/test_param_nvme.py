@@ -421,8 +421,8 @@ def _evaluated(rank, world, cfg):
 
     x, y = tiny.make_batch(0, 2)
     with torch.no_grad():
-        wanted = tiny.make_model().bfloat16()(x, y).item()
         engine = deepspeed.initialize(model=tiny.make_model(), config=cfg)[0]
+        wanted = tiny.make_model().bfloat16()(x, y).item()  # by the same kernels: an engine replaces some of torch's
         found = [engine(x, y).item() for _ in range(2)]
     on, total = engine.plan.parameters_on, engine.plan.layout.total
     engine.destroy()
