@@ -423,6 +423,12 @@ static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
   return check_array(a->loss, sizeof *a->loss, 0, "loss");
 }
 
+/* Whether rows that start `stride` elements apart lie one behind the other, and fit memory. */
+static inline int check_apart(int64_t rows, int64_t cols, int64_t stride) {
+  int64_t n;
+  return rows <= 1 || (stride >= cols && !__builtin_mul_overflow(rows, stride, &n) && n <= INT64_MAX / 16);
+}
+
 /* ---- products of matrices ---------------------------------------------------------------------------------------- */
 /* [rows, cols], stored by rows or by columns. */
 static inline int check_operand(const void *p, int dt, int64_t rows, int64_t cols, const int64_t *stride,
@@ -440,9 +446,8 @@ static inline int check_operand(const void *p, int dt, int64_t rows, int64_t col
 
 /* A result, whose rows lie one behind the other. */
 static inline int check_matrix(const void *p, int dt, int64_t m, int64_t n, int64_t stride, const char *what) {
-  int64_t size;
   DC_TRY(check_array(p, check_size(dt), m && n, what));
-  if (m > 1 && (stride < n || __builtin_mul_overflow(m, stride, &size) || size > INT64_MAX / 16))
+  if (!check_apart(m, n, stride))
     return CHECK_FAIL(DC_E_INVALID, "%s_stride = %lld with m = %lld and n = %lld", what, (long long)stride,
                       (long long)m, (long long)n);
   return DC_OK;
@@ -472,9 +477,8 @@ static inline int check_shape(int64_t rows, int64_t cols) {
 }
 
 static inline int check_rows(const void *p, int dt, int64_t rows, int64_t cols, int64_t stride, const char *what) {
-  int64_t n;
   DC_TRY(check_array(p, check_size(dt), rows * cols, what));
-  if (rows > 1 && (stride < cols || __builtin_mul_overflow(rows, stride, &n) || n > INT64_MAX / 16))
+  if (!check_apart(rows, cols, stride))
     return CHECK_FAIL(DC_E_INVALID,
                       "%s: rows start %lld elements apart; it must be at least cols = %lld, and fit memory", what,
                       (long long)stride, (long long)cols);

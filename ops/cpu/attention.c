@@ -77,19 +77,25 @@ DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *
   if (begun && v_signs(v_sub(old, max))) att_shrink(out, width, keep, nr); /* a maximum grew */
 }
 
-/* out^T, divided by the sums and the share that dropout keeps, goes to its rows. */
+/* A query's result, divided by its sum and the share that dropout keeps, and its lse. */
+DC_INLINE void att_put(const dc_attention_args *a, int dt, int64_t b, int64_t h, int64_t i, const float *row, float max,
+                       float sum, float keep) {
+  const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
+  char *to = (char *)(uintptr_t)out.at + i * out.stride;
+  const float by = 1.0f / (sum * keep);
+  for (int64_t c = 0; c < a->dim; c += LANES)
+    v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
+          sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(row + c, LANES), v_set1(by)));
+  a->lse[(b * a->heads + h) * a->rows + i] = sum == 0.0f ? HUGE_VALF : dc__canonical_f32(max + logf(sum));
+}
+
+/* out^T goes to its rows. */
 DC_INLINE void att_finish_as(const dc_attention_args *a, const att_scratch *s, float keep, int dt, int64_t b, int64_t h,
                              int64_t i, int64_t queries, int64_t width, int nr) {
-  const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
-  float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
+  float rows[LANES * TILE_DIM];
   for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
-    const float *row = rows + r % LANES * width, sum = s->sum[r], by = 1.0f / (sum * keep);
-    char *to = (char *)(uintptr_t)out.at + (i + r) * out.stride;
     if (r % LANES == 0) att_rows_of(rows, s->out, r, width, nr);
-    for (int64_t c = 0; c < a->dim; c += LANES)
-      v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
-            sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(row + c, LANES), v_set1(by)));
-    lse[i + r] = sum == 0.0f ? HUGE_VALF : dc__canonical_f32(s->max[r] + logf(sum));
+    att_put(a, dt, b, h, i + r, rows + r % LANES * width, s->max[r], s->sum[r], keep);
   }
 }
 static __attribute__((noinline)) void att_finish(const dc_attention_args *a, const att_scratch *s, float keep,
@@ -221,17 +227,6 @@ DC_INLINE void att_one_add(const att_one *one, int dt, const tile_rows *v, int64
   TILE_UNROLL for (int k = 0; k < abreast; k++) v_store32(one->out + at + k * LANES, LANES, sum[k]);
 }
 
-static __attribute__((noinline)) void att_few_finish(const dc_attention_args *a, const att_one *one, int64_t b) {
-  const tile_rows out = att_head(a->out, a->dtype, a->out_stride, b, one->h, a->rows, a->dim);
-  char *to = (char *)(uintptr_t)out.at + one->i * out.stride;
-  const vf by = v_set1(1.0f / one->sum);
-  for (int64_t c = 0; c < a->dim; c += LANES)
-    v_put(to, a->dtype, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
-          one->sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(one->out + c, LANES), by));
-  a->lse[(b * a->heads + one->h) * a->rows + one->i] = one->sum == 0.0f ? HUGE_VALF
-                                                                        : dc__canonical_f32(one->max + logf(one->sum));
-}
-
 DC_INLINE void att_few(const dc_attention_args *a, int dt, const tile_rows *k, const tile_rows *v, int64_t b,
                        int64_t kv, float *scratch) {
   const int64_t group = a->heads / a->kv_heads, count = group * a->rows, width = k->width;
@@ -254,7 +249,7 @@ DC_INLINE void att_few(const dc_attention_args *a, int dt, const tile_rows *k, c
       for (; at < width; at += LANES) att_one_add(&few[n], dt, v, c, chunk, at, 1, keep);
     }
   }
-  for (int64_t n = 0; n < count; n++) att_few_finish(a, &few[n], b);
+  for (int64_t n = 0; n < count; n++) att_put(a, dt, b, few[n].h, few[n].i, few[n].out, few[n].max, few[n].sum, 1.0f);
 }
 #endif
 

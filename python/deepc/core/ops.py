@@ -534,7 +534,7 @@ def _rotary_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, 
             "sin.detach(), or use PyTorch's own operators if your model trains its positions"
         )
     cos, sin = ctx.saved_tensors
-    return torch.ops.deepc.rotary(_inner_dense(grad), cos, sin, not ctx.inverse), None, None, None
+    return torch.ops.deepc.rotary(inner_dense(grad), cos, sin, not ctx.inverse), None, None, None
 
 
 torch.library.register_autograd("deepc::rotary", _rotary_backward, setup_context=_rotary_setup)
@@ -550,7 +550,7 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     if dout is None:
         return None, None, None, None, None
-    grads = torch.ops.deepc.attention_grad(_inner_dense(dout), *ctx.saved_tensors, ctx.causal, ctx.scale)
+    grads = torch.ops.deepc.attention_grad(inner_dense(dout), *ctx.saved_tensors, ctx.causal, ctx.scale)
     return *grads, None, None
 
 
@@ -571,7 +571,7 @@ def _sparse_attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> t
     *tensors, layout, q_group, k_group, slope, bias, seed = ctx.saved_tensors
     wanted = ctx.needs_input_grad[8]
     dq, dk, dv, dbias = torch.ops.deepc.block_sparse_attention_grad(
-        _inner_dense(dout), *tensors, layout, ctx.block, q_group, k_group, slope, bias, seed, *ctx.plain, wanted
+        inner_dense(dout), *tensors, layout, ctx.block, q_group, k_group, slope, bias, seed, *ctx.plain, wanted
     )
     return dq, dk, dv, *none[:5], dbias.to(bias.dtype) if wanted else None, *none
 
@@ -596,7 +596,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if even else x.contiguous()
 
 
-def _inner_dense(x: torch.Tensor) -> torch.Tensor:
+def inner_dense(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy whose last dimension lies side by side."""
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -674,7 +675,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     broadcast against x's leading dimensions; elements of x from `rotated` on pass through. The gradient is x's only;
     UnsupportedError if cos or sin need one.
     """
-    out: torch.Tensor = torch.ops.deepc.rotary(_inner_dense(x), _inner_dense(cos), _inner_dense(sin), False)
+    out: torch.Tensor = torch.ops.deepc.rotary(inner_dense(x), inner_dense(cos), inner_dense(sin), False)
     return out
 
 
@@ -712,9 +713,7 @@ def attention(
     if bias is not None or dropout:
         return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[
-        0
-    ]
+    out: torch.Tensor = torch.ops.deepc.attention(inner_dense(q), inner_dense(k), inner_dense(v), is_causal, factor)[0]
     return out
 
 
@@ -736,6 +735,35 @@ def _bias(bias: torch.Tensor) -> torch.Tensor:
     if bias.dim() < 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     return bias if bias.shape[-1] == 1 or bias.stride(-1) == 1 else bias.contiguous()
+
+
+def mask_arguments(
+    q: torch.Tensor,
+    layout: torch.Tensor | None = None,
+    block: int = 64,
+    groups: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    first: tuple[int, int] = (0, 0),
+) -> tuple[Any, ...]:
+    """Of torch.ops.deepc.block_sparse_attention and its gradient those from layout to head, of what
+    `block_sparse_attention` takes; q: of queries, any."""
+    none = q.new_empty(0, dtype=torch.uint8)
+    of_q, of_k = groups if isinstance(groups, tuple) else (groups, groups)
+    wide = none.view(torch.int32)
+    return (
+        none if layout is None else layout.to(q.device).ne(0).view(torch.uint8).contiguous(),
+        block,
+        wide if of_q is None else of_q.to(torch.int32).contiguous(),
+        wide if of_k is None else of_k.to(torch.int32).contiguous(),
+        q.new_empty(0, dtype=torch.float32) if slopes is None else slopes.float().contiguous(),
+        q.new_empty(0, dtype=torch.float32) if bias is None else _bias(bias),
+        _seed(seed, dropout, q),
+        dropout,
+        *first,
+    )
 
 
 def block_sparse_attention(
@@ -779,23 +807,11 @@ def block_sparse_attention(
     bias. RuntimeError for other shapes and dtypes.
     """
     q, k, v = as_autocast(q, k, v)
-    none = q.new_empty(0, dtype=torch.uint8)
-    blocks = none if layout is None else layout.to(q.device).ne(0).view(torch.uint8).contiguous()
-    of_q, of_k = groups if isinstance(groups, tuple) else (groups, groups)
-    wide = none.view(torch.int32)
     out: torch.Tensor = torch.ops.deepc.block_sparse_attention(
-        _inner_dense(q),
-        _inner_dense(k),
-        _inner_dense(v),
-        blocks,
-        block,
-        wide if of_q is None else of_q.to(torch.int32).contiguous(),
-        wide if of_k is None else of_k.to(torch.int32).contiguous(),
-        q.new_empty(0, dtype=torch.float32) if slopes is None else slopes.float().contiguous(),
-        q.new_empty(0, dtype=torch.float32) if bias is None else _bias(bias),
-        _seed(seed, dropout, q),
-        dropout,
-        *first,
+        inner_dense(q),
+        inner_dense(k),
+        inner_dense(v),
+        *mask_arguments(q, layout, block, groups, slopes, bias, dropout, seed, first),
         is_causal,
         diagonal,
         window or 0,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import ops
 from ...core.foreign import patches
 from . import without_notice
 from .matmul import why_slow
@@ -63,11 +64,7 @@ def _override_forward(library: torch.library.Library) -> None:
             return original.call_boxed(keys, q, k, v, dropout, causal, attn_mask=attn_mask, scale=scale)
         global calls
         calls += 1
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        if attn_mask is None:
-            out, lse = _core.attention(q, k, v, causal, factor)
-        else:
-            out, lse = _core.block_sparse_attention(q, k, v, *_masked(q, attn_mask), causal, 0, 0, factor)
+        out, lse = _run("attention", (q, k, v), q, causal, attn_mask, scale)
         return out, _by_rows(lse)
 
     library.impl(_NAME, kernel, "CPU", with_keyset=True)
@@ -96,13 +93,8 @@ def _override_backward(library: torch.library.Library) -> None:
             return original.call_boxed(keys, *arguments, attn_mask=attn_mask, scale=scale)
         global calls
         calls += 1
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        given = (dout if dout.stride(-1) == 1 else dout.contiguous(), q, k, v, out, lse.contiguous())
-        if attn_mask is None:
-            grads = _core.attention_grad(*given, causal, factor)
-        else:
-            grads = _core.block_sparse_attention_grad(*given, *_masked(q, attn_mask), causal, 0, 0, factor, False)[:3]
-        return tuple(map(_by_rows, grads))
+        given = (ops.inner_dense(dout), q, k, v, out, lse.contiguous())
+        return tuple(map(_by_rows, _run("attention_grad", given, q, causal, attn_mask, scale)[:3]))
 
     library.impl(f"{_NAME}_backward", kernel, "CPU", with_keyset=True)
 
@@ -124,22 +116,23 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None,
 def _takes_mask(q: Tensor, k: Tensor, mask: Tensor) -> bool:
     if mask.dtype not in (torch.float32, torch.bfloat16, torch.float16) or mask.dim() not in (2, 4):
         return False
-    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])[-mask.dim() :]
-    if mask.shape[-1] != whole[-1] or any(
-        n not in (1, all_of_it) for n, all_of_it in zip(mask.shape, whole, strict=True)
-    ):
+    scores = (*q.shape[:3], k.shape[2])[-mask.dim() :]
+    if mask.shape[-1] != scores[-1] or any(n not in (1, most) for n, most in zip(mask.shape, scores, strict=True)):
         return False
-    most = mask.amax(-1)
-    return not bool(((most <= _HIDES) & (most > -torch.inf)).any())
+    highest = mask.amax(-1)
+    return not bool(((highest <= _HIDES) & (highest > -torch.inf)).any())
 
 
-def _masked(q: Tensor, mask: Tensor) -> tuple[Any, ...]:
-    """Of block_sparse_attention's arguments those from layout to head: nothing but a bias."""
-    none = q.new_empty(0, dtype=torch.uint8)
-    groups, numbers = none.view(torch.int32), none.view(torch.float32)
-    bias = mask if mask.dim() == 4 else mask[None, None]
-    bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-    return none, 64, groups, groups, numbers, bias, none.view(torch.int64), 0.0, 0, 0
+def _run(
+    name: str, operands: tuple[Tensor, ...], q: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> Any:
+    """The core's "attention" or "attention_grad". With a mask it is a bias, which gets no gradient."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if mask is None:
+        return getattr(_core, name)(*operands, causal, factor)
+    last = (False,) if name == "attention_grad" else ()
+    given = ops.mask_arguments(q, bias=mask)
+    return getattr(_core, f"block_sparse_{name}")(*operands, *given, causal, 0, 0, factor, *last)
 
 
 def _by_rows(x: Tensor) -> Tensor:
