@@ -19,7 +19,8 @@ from . import without_notice
 from .matmul import why_slow
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
-_HIDES = -1e9  # what is added to a score hides its pair from here down (ops.block_sparse_attention)
+# What is added to a score may hide its pair from here down: ATT_LOWEST of ops/ref/attention.h is -2^28.
+_HIDES = -(2.0**27)
 LEAST = 1024  # pairs of a head, from which on the core's gradient is the faster one
 _core = torch.ops.deepc
 _library: torch.library.Library | None = None
