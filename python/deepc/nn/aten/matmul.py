@@ -63,10 +63,10 @@ def _install() -> None:
     patches.applied("matmul")
     _library = torch.library.Library("aten", "IMPL")
     with without_notice():
-        for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
-            _override(name, impl)
-            _override_out(name, impl)
-        for name, impl in (("addmm_", _addmm), ("baddbmm_", _baddbmm)):
+        for name, dims in _DIMS.items():
+            _override(name, _product if dims == 2 else _products)
+            _override_out(name, _product if dims == 2 else _products)
+        for name, impl in (("addmm_", _product), ("baddbmm_", _products)):
             _override_in_place(name, impl)
 
 
@@ -258,21 +258,11 @@ def through_fp32(
             del sums  # before those of the next
 
 
-def _mm(way: _Way, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    way(out, a, b, None, 0, 1)
-
-
-def _addmm(
-    way: _Way,
-    out: torch.Tensor,
-    c: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> None:
-    way(out, a, b, c.expand(out.shape), beta, alpha)
+def _product(way: _Way, out: torch.Tensor, *operands: torch.Tensor, beta: float = 1, alpha: float = 1) -> None:
+    """mm, addmm. operands: c, where there is one, a and b."""
+    *rest, a, b = operands
+    c = rest[0].expand(out.shape) if rest else None
+    way(out, a, b, c, 0 if c is None else beta, alpha)
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -297,29 +287,16 @@ def copies(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     return [4 * max(1, together) * size for size in (m * n, m * k, k * n)]
 
 
-def _bmm(way: _Way, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _products(way: _Way, out: torch.Tensor, *operands: torch.Tensor, beta: float = 1, alpha: float = 1) -> None:
+    """bmm, baddbmm: as many at a time as their copies allow, or one by one."""
+    *rest, a, b = operands
+    c = rest[0].expand(out.shape) if rest else None
     step = _batches(a, b) if way is through_fp32 else 0
     for i in range(0, len(a), max(1, step)):
-        if step:
-            out[i : i + step] = torch.bmm(_wide(a[i : i + step]), _wide(b[i : i + step]))
-        else:
-            way(out[i], a[i], b[i], None, 0, 1)
-
-
-def _baddbmm(
-    way: _Way,
-    out: torch.Tensor,
-    c: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> None:
-    c, step = c.expand(out.shape), _batches(a, b) if way is through_fp32 else 0
-    for i in range(0, len(a), max(1, step)):
         part = slice(i, i + step)
-        if step:
-            out[part] = torch.baddbmm(c[part].float(), _wide(a[part]), _wide(b[part]), beta=beta, alpha=alpha)
+        if not step:
+            way(out[i], a[i], b[i], None if c is None else c[i], 0 if c is None else beta, alpha)
+        elif c is None:
+            out[part] = torch.bmm(_wide(a[part]), _wide(b[part]))
         else:
-            way(out[i], a[i], b[i], c[i], beta, alpha)
+            out[part] = torch.baddbmm(c[part].float(), _wide(a[part]), _wide(b[part]), beta=beta, alpha=alpha)
