@@ -7,7 +7,7 @@
 # DEEPC_NATIVE=OFF kernels for all instruction sets (ON: for this processor's; a wheel has all).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build format lint train test test-full test-thread test-gpu bench bench-full wheel sdist docs clean distclean
+.PHONY: help setup build format lint train test test-full test-thread test-levels test-gpu bench bench-full wheel sdist docs clean distclean
 
 export PYTHON ?= python3
 export TORCH ?=
@@ -36,6 +36,9 @@ test-full: setup  ## the slow ones too: faults, fuzzing, large worlds
 
 test-thread: setup  ## the C tests of what has threads, under ThreadSanitizer
 	@scripts/test thread
+
+test-levels: setup  ## the C tests of kernels at instruction sets that this processor has not
+	@scripts/test levels
 
 test-gpu: setup  ## every op and the quickstart on a GPU against the CPU
 	@scripts/test gpu $(ARGS)

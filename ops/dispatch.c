@@ -105,6 +105,10 @@ static void dispatch_isa_detect_x86(void) {
   if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
   const unsigned subleaves = a;
   dispatch_have[DC_ISA_AVX2] = (b & AVX2) != 0;
+#if defined(DEEPC_EMULATED) /* by functions over AVX2's: tests/c/emulated */
+  for (int isa = DC_ISA_AVX512; isa < DC_ISA_COUNT; isa++) dispatch_have[isa] = dispatch_have[DC_ISA_AVX2];
+  return;
+#endif
   dispatch_have[DC_ISA_AVX512] = dispatch_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl &&
                                  (state & zmm_state) == zmm_state;
   if (!dispatch_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;

@@ -1,10 +1,10 @@
 """Adds up the results of ctest and pytest. The last line is 'N passed, N failed, N skipped'; before it what was
 skipped, and why.
 
-Usage: count.py FOLDER CLASS. FOLDER holds ctest.log and ctest.thread.log (ctest's LastTest.log), pytest.xml (JUnit),
-skipped.tsv (kind, number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests),
-ctest.broke (of C tests that could not be built); each may be missing. GoogleTest's own cases are counted, not its
-executables."""
+Usage: count.py FOLDER CLASS. FOLDER holds ctest.log, ctest.thread.log and ctest.levels.log (ctest's LastTest.log),
+pytest.xml (JUnit), skipped.tsv (kind, number, reason), pytest.broke (the exit code of a pytest that ended otherwise
+than by its tests), ctest.broke (of C tests that could not be built); each may be missing. GoogleTest's own cases are
+counted, not its executables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def count_pytest(path: Path) -> tuple[Counter, Counter]:
 def main(folder: Path, test_class: str) -> int:
     total: Counter = Counter()
     reasons: Counter = Counter()
-    for name, what in (("ctest.log", "C"), ("ctest.thread.log", "C under ThreadSanitizer")):
+    for name, what in (
+        ("ctest.log", "C"),
+        ("ctest.thread.log", "C under ThreadSanitizer"),
+        ("ctest.levels.log", "C at instruction sets that this processor has not"),
+    ):
         if not (log := folder / name).exists():
             continue
         c, why = count_ctest(log.read_text(errors="replace"))

@@ -324,6 +324,7 @@ DC_INLINE vi v_join_bf16(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(s
 /* Tiles: 8 registers of 16 rows of 64 bytes (Intel SDM vol. 1, 18). Written as assembly: numbers of registers are
  * constants of the text, and compilers of Debian 12 don't say that a tile load reads memory. */
 enum { V_TILE_ROWS = 16, V_TILE_WORDS = 16 };
+#if !defined(DEEPC_EMULATED) /* tests/c/emulated has the same as functions */
 DC_INLINE void v_tiles_begin(void) { /* all 8 of them whole */
   uint8_t config[64] = {1};
   for (int k = 0; k < 8; k++) config[16 + 2 * k] = 64, config[48 + k] = V_TILE_ROWS;
@@ -339,6 +340,7 @@ DC_INLINE void v_tiles_end(void) { __asm__ volatile("tilerelease" ::: "memory");
 /* c[16][16] += a[16][32] b[32][16]: rows of a are 32 bf16; row k of b has the rows 2k and 2k + 1 as pairs. Denormals
  * count as zero. */
 #define V_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#endif
 #endif
 
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
