@@ -138,6 +138,34 @@ def test_who_begins_at_the_beginning(tmp_path):
     assert again == [True, True, False] and state == {"epoch": 0, "samples": 0, "of": SIZE + 8}
 
 
+def _draws(rank, world, folder):
+    """What the loop draws from torch's generator in 9 steps, and in those that a checkpoint of the first 3 goes on
+    with: 3 in the midst of an epoch and one of its own."""
+    out = []
+    for load in (False, True):
+        engine, _, loader, _ = _engine(world)
+        if load:
+            engine.load_checkpoint(folder)
+        drawn = []
+        while engine.global_steps < 9:
+            for x, _ in loader:
+                engine.backward(engine(x).square().mean())
+                if not engine.step().applied:
+                    continue
+                drawn.append(torch.rand(()).item())
+                if engine.global_steps == 3 and not load:
+                    engine.save_checkpoint(folder)
+        engine.destroy()
+        out.append(drawn)
+    return out
+
+
+def test_an_epoch_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
+    """The iterator of a DataLoader draws a number where it begins: dropout would be another one."""
+    straight, resumed = run_ranks(_draws, 1, str(tmp_path))[0]
+    assert resumed == straight[3:]
+
+
 def test_fetched_ahead_is_not_given():
     from deepc.engine.data import TimedLoader
 

@@ -106,7 +106,10 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
         epoch, start = (self._dealt.epoch, self._dealt.start) if self._dealt is not None else (0, 0)
         if self._stepped is None:
             self._stepped = epoch, start
+        drawn = torch.get_rng_state()
         inner = super().__iter__()
+        if start:  # it draws a number for its workers' seeds: the iteration that this one goes on with has drawn it
+            torch.set_rng_state(drawn)
         waits.add("data", time.perf_counter() - began)  # workers start here
         iterator = _TimedIterator(inner, self)
         self._running = iterator, epoch, start
