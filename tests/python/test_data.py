@@ -166,6 +166,29 @@ def test_an_epoch_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
     assert resumed == straight[3:]
 
 
+def _inside_an_accumulation(rank, world, folder):
+    engine, _, loader, _ = _engine(world)
+    whole = _run(engine, loader, 3)
+    engine.destroy()
+    engine, _, loader, _ = _engine(world)
+    it = iter(loader)
+    for _ in range(engine.gradient_accumulation_steps() + 1):
+        engine.backward(engine(next(it)[0]).square().mean())
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine, _, loader, _ = _engine(world)
+    engine.load_checkpoint(folder)
+    rest = _run(engine, loader, 2)
+    engine.destroy()
+    return whole[1:], rest
+
+
+def test_a_step_that_was_not_made_gets_its_samples_again(tmp_path):
+    for straight, resumed in run_ranks(_inside_an_accumulation, 2, str(tmp_path)):
+        assert resumed == straight
+
+
 def test_fetched_ahead_is_not_given():
     from deepc.engine.data import TimedLoader
 

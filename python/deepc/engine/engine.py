@@ -391,9 +391,10 @@ class Engine(EngineBase):
         return result
 
     def _end_micro_step(self) -> None:
-        self.step_policy.micro_batch_ends(self.is_gradient_accumulation_boundary())
+        last = self.is_gradient_accumulation_boundary()
+        self.step_policy.micro_batch_ends(last)
         self.micro_steps += 1
-        if self.own_dataloader is not None:
+        if last and self.own_dataloader is not None:
             self.own_dataloader.stepped()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
