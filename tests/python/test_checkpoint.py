@@ -349,6 +349,28 @@ def test_ranks_that_save_to_different_folders_are_told_so(tmp_path):
     assert "rank 0" in said[1]
 
 
+def _of_two_ages(rank, world, folder):
+    from deepc.errors import CheckpointError
+
+    engine = make_engine(2, world)
+    for age in (0, 1):  # as where a node's copy is older than another's
+        train(engine, rank, world, [age])
+        engine.save_checkpoint(f"{folder}/{age}", tag="here")
+    train(engine, rank, world, [2])
+    before = weights(engine)
+    with pytest.raises(CheckpointError, match="rank 0 has found 'here' .* and rank 1 'here' .* nothing was loaded"):
+        engine.load_checkpoint(f"{folder}/{rank}")
+    assert engine.global_steps == 3 and all(torch.equal(t, before[n]) for n, t in weights(engine).items())
+    engine.load_checkpoint(f"{folder}/1")
+    steps = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_ranks_that_find_different_saves_load_none(tmp_path):
+    assert run_ranks(_of_two_ages, 2, str(tmp_path)) == [2, 2]
+
+
 def _tags(rank, world, folder, wanted):
     import logging
 

@@ -25,12 +25,15 @@ from .saving import (
     AVERAGE,
     EXTRA,
     SCALAR,
+    TAG_BYTES,
+    TOKEN_BYTES,
     Place,
     averages,
     buffers,
     extra_states,
     frozen_parameters,
     names_of,
+    of_ranks,
     together,
 )
 
@@ -86,11 +89,24 @@ def load(
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
         together(engine, doing, failure)
+        _check_same_save(engine, reader)
         if what.optimizer_states and engine.auto_precision is not None:
             _take_precision(engine, state["engine"].get("precision"))
         with _made_whole(engine, what, doing):
             _load(engine, reader, state, what, doing)
         return reader.path, state["client"]
+
+
+def _check_same_save(engine: EngineBase, reader: CheckpointReader) -> None:
+    """CheckpointError unless all ranks have opened the same one: copies on nodes may be of different age, and another
+    job may have published one meanwhile. Collective."""
+    tokens, tags = of_ranks(engine, (reader.token, TOKEN_BYTES), (reader.tag, TAG_BYTES))
+    if other := next((r for r, token in enumerate(tokens) if token != tokens[0]), 0):
+        raise CheckpointError(
+            f"load_checkpoint of {reader.directory}: rank 0 has found '{tags[0]}' (save {tokens[0]}) there and rank"
+            f" {other} '{tags[other]}' (save {tokens[other]}), of which nothing was loaded. Copy one checkpoint to all"
+            " nodes; or give the tag, if another job saves into the folder"
+        )
 
 
 def _checked(engine: EngineBase, reader: CheckpointReader, what: What) -> dict[str, Any]:

@@ -8,6 +8,7 @@ it (loading.py). A failure on one rank is told to all, and all raise."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256
+TOKEN_BYTES, TAG_BYTES = 64, 256  # as many as a token has, more than a file's name may have
 SCALAR = "scalar."  # begins the kind of a state that is a number per parameter
 AVERAGE = "average."  # that of a deepc.EMA
 EXTRA = "extra"  # a module's extra state as JSON; tensors in it are of the kinds extra.0, extra.1, ...
-_TAG_BYTES = 256  # more than a file's name may have
 
 
 def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
@@ -62,21 +63,17 @@ def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
         )
 
 
-def _agree(engine: EngineBase, token: str, directory: str, tag: str) -> tuple[str, list[str], list[str]]:
-    """(rank 0's token, the folder of each rank: the end of it, the tag of each rank). Collective."""
-    texts = (token, directory, tag)
-    sizes = (len(token.encode()), _PLACE_BYTES, _TAG_BYTES)
-    mine = b"".join(text.encode()[-n:].ljust(n, b"\0") for text, n in zip(texts, sizes))
+def of_ranks(engine: EngineBase, *texts: tuple[str, int]) -> list[list[str]]:
+    """Of each (text, bytes) what every rank has: the last so many bytes of it. Collective."""
+    mine = b"".join(text.encode(errors="replace")[-n:].ljust(n, b"\0") for text, n in texts)
     rows = [
         bytes(row)
         for row in engine.everyone.gather_all(torch.tensor(list(mine), dtype=torch.uint8, device="cpu")).tolist()
     ]
-
-    def field(begin: int, end: int) -> list[str]:
-        return [row[begin:end].rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    at = sizes[0] + sizes[1]
-    return field(0, sizes[0])[0], field(sizes[0], at), field(at, at + sizes[2])
+    ends = list(itertools.accumulate(n for _, n in texts))
+    return [
+        [row[end - n : end].rstrip(b"\0").decode(errors="replace") for row in rows] for end, (_, n) in zip(ends, texts)
+    ]
 
 
 def _different(what: str, texts: list[str], fix: str) -> str:
@@ -157,13 +154,15 @@ def save(
         logger.warning(
             "save_checkpoint between a backward and its step: gradients of the unfinished step are not saved"
         )
-    token, folders, tags = _agree(engine, new_token(), os.fspath(directory), str(tag))
+    tokens, folders, tags = of_ranks(
+        engine, (new_token(), TOKEN_BYTES), (os.fspath(directory), _PLACE_BYTES), (str(tag), TAG_BYTES)
+    )
     tag = _one_tag(engine, tags)
     writer: CheckpointWriter | None = None
     failure: Exception | None = None
     try:
         writer = CheckpointWriter(
-            directory, str(tag), rank=engine.everyone.rank, world_size=engine.everyone.world, token=token
+            directory, str(tag), rank=engine.everyone.rank, world_size=engine.everyone.world, token=tokens[0]
         )
         _add_tensors(engine, writer, exclude_frozen)
         with engine.events.span("write shard"):
