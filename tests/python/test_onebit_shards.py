@@ -185,6 +185,36 @@ def test_the_warm_up_of_shards_has_the_bits_of_stage_0_and_a_part_of_its_memory(
         assert states[1][what] <= 0.6 * states[0][what]
 
 
+def _one_rank(rank, world, name, options, folder):
+    """The weights after 6 steps: at stage 0, at stage 1, and there of a run that went on from its 4th step."""
+    import deepc
+    from tiny import make_batch, make_model
+
+    out = []
+    for stage, load in ((0, False), (1, False), (1, True)):
+        config = cfg(name, stage=stage, options={**options, **HERE})
+        engine, *_ = deepc.initialize(model=make_model(), config=config)
+        if load:
+            engine.load_checkpoint(folder)
+        while engine.global_steps < 6:
+            engine.backward(engine(*make_batch(engine.global_steps, 2)))
+            engine.step()
+            if engine.global_steps == 4 and stage == 1:
+                engine.save_checkpoint(folder)
+        out.append({n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()})
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("OneBitAdam", {"freeze_step": 2}), pytest.param("ZeroOneAdam", LOCAL, marks=full)]
+)
+def test_one_rank_rounds_nothing_at_any_stage(name, options, tmp_path):
+    whole, shards, resumed = run_ranks(_one_rank, 1, args=(name, options, str(tmp_path)))[0]
+    for n, w in whole.items():
+        assert torch.equal(w, shards[n]) and torch.equal(w, resumed[n]), n
+
+
 @full
 def test_gradients_that_somebody_looked_at_before_the_last_micro_batch_go_on():
     """They are summed over the nodes then, and again at the end; without accumulation everything crosses once."""

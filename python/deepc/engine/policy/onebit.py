@@ -256,6 +256,8 @@ class OneBitShards(OneBitSteps):
                 f"{name}(hierarchical=False) at ZeRO stage {stage} does not exist: every rank would be a worker with"
                 " states of its own, and the ranks of a node share theirs. Remove the argument, or use stage 0"
             )
+        if everyone.world == 1:
+            return  # as at stage 0: nothing is sent, so nothing is rounded
         base.exchange = NodeExchange(everyone, engine.device)
         if self._nodes is None:
             return
