@@ -984,6 +984,32 @@ def test_sharded_model_and_its_successors(tmp_path):
     )
 
 
+def test_a_model_in_several_files_is_never_one_of_two_saves(tmp_path, monkeypatch):
+    """They are replaced one after the other: what the disk breaks off between two left an index of both."""
+    from deepc.engine.serve.export import open_weights
+
+    write_model(tmp_path, {"a": torch.zeros(50), "b": torch.zeros(50)}, max_shard_bytes=200)
+    with open_weights(tmp_path) as whole:
+        assert set(whole.names) == {"a", "b"}
+    replace = os.replace
+
+    def fails(source, to):
+        if "00002-of-00002" in os.fspath(to):
+            raise OSError(5, "Input/output error")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_model(tmp_path, {"a": torch.ones(50), "b": torch.ones(50)}, max_shard_bytes=200)
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        open_weights(tmp_path)
+    monkeypatch.undo()
+    write_model(tmp_path, {"a": torch.ones(50), "b": torch.ones(50)}, max_shard_bytes=200)
+    with open_weights(tmp_path) as whole:
+        assert all(torch.equal(whole.tensor(n), torch.ones(50)) for n in "ab")
+    assert len(os.listdir(tmp_path)) == 3
+
+
 def test_model_errors(tmp_path):
     with pytest.raises(ArgumentError, match="two tensors are named 'a'"):
         write_model(tmp_path, [("a", torch.ones(2)), ("a", torch.ones(2))])

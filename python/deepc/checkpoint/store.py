@@ -925,8 +925,8 @@ def write_model(
     named_tensors: a mapping, or an iterable of (name, tensor) that may make each tensor on demand: at most one shard is
     held at a time. In a mapping, names of the very same memory (tied weights) are stored once, under the first name;
     the others are recorded in "__metadata__" as name -> stored name, as safetensors.torch.save_model does. Any device
-    and layout; data goes through the CPU. Returns the file names. Each file appears complete, under its final name;
-    files of an earlier, larger save are removed last."""
+    and layout; data goes through the CPU. Returns the file names. Each file appears complete, under its final name, the
+    index last; files of an earlier, larger save are removed last."""
     if max_shard_bytes < 1:
         raise ArgumentError(f"max_shard_bytes {max_shard_bytes} must be >= 1")
     directory = os.path.abspath(os.fspath(directory))
@@ -982,13 +982,22 @@ def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return ties
 
 
+def forget_shards(directory: str, index: str, names: list[str]) -> None:
+    """Before files `names` take the places of earlier ones, one after the other: an index that names several of these
+    goes, which would be of a model that has tensors of both if that were broken off."""
+    if len(names) > 1 and any(os.path.lexists(os.path.join(directory, name)) for name in names):
+        Path(directory, index).unlink(missing_ok=True)
+        fsync_dir(directory)
+
+
 def _place_model(directory: str, shards: list[tuple[str, list[str]]], total: int) -> list[str]:
     n = len(shards)
     names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    index = "model.safetensors.index.json"
+    forget_shards(directory, index, names)
     for (path, _), name in zip(shards, names, strict=True):
         os.replace(path, os.path.join(directory, name))
     fsync_dir(directory)
-    index = "model.safetensors.index.json"
     if n > 1:
         weight_map = {key: name for (_, keys), name in zip(shards, names, strict=True) for key in keys}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.files import replace_file
-from ...checkpoint.store import CheckpointReader, read_latest, write_model
+from ...checkpoint.store import CheckpointReader, forget_shards, read_latest, write_model
 from ...checkpoint.tool import parse_size
 from ...core import dtypes
 from ...core.files import atomic_write
@@ -32,6 +32,7 @@ from ...zero.parameters.param import is_lent
 logger = logging.getLogger("deepc")
 _NAMES = sorted(n for d in dtypes.TRAINED for n in (d.name, d.short))
 _KINDS = ("fp32", "frozen", "buffer")
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 class _Lazy:
@@ -160,11 +161,12 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
                 shard[alias] = shard[name]
     n = len(shards)
     files = ["pytorch_model.bin"] if n == 1 else [f"pytorch_model-{i + 1:05d}-of-{n:05d}.bin" for i in range(n)]
+    forget_shards(os.fspath(output_dir), _PICKLED_INDEX, files)
     for shard, file in zip(shards, files):
         write_pickled(output_dir / file, shard)
     if n > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {k: f for s, f in zip(shards, files) for k in s}}
-        files.append("pytorch_model.bin.index.json")
+        files.append(_PICKLED_INDEX)
         replace_file(os.fspath(output_dir / files[-1]), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     for path in output_dir.iterdir():
         if path.name not in files and re.fullmatch(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?", path.name):
