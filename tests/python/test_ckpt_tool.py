@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+import deepc
 import pytest
 import torch
 from deepc.checkpoint import tool
@@ -104,6 +105,25 @@ def test_export_has_the_weights_under_their_names(saved, tmp_path, dtype):
     with SafetensorsFile(tmp_path / "out" / "model.safetensors") as f:
         missing, unexpected = model.load_state_dict({n: f.tensor(n).float() for n in f.keys()}, strict=False)
     assert unexpected == [] and missing in ([], ["head.weight"])  # tied to tok.weight
+
+
+def test_export_leaves_codes_of_8_bits(tmp_path):
+    """As deepc.export does: a quantised base's weights have their scales elsewhere."""
+    from deepc.checkpoint import CheckpointWriter
+    from deepc.compat.runtime.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
+
+    writer, codes = CheckpointWriter(tmp_path, "t"), torch.randn(5).to(torch.float8_e4m3fn)
+    writer.add("fp32/w", torch.randn(3))
+    writer.add("frozen/codes", codes)
+    writer.write()
+    writer.publish({})
+    tool.export(tmp_path, tmp_path / "a", dtype="bf16")
+    deepc.export(tmp_path, tmp_path / "b", dtype="bf16")
+    convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "c", "bf16", safe_serialization=True)
+    for folder in "abc":
+        with SafetensorsFile(tmp_path / folder / "model.safetensors") as f:
+            assert f["w"].dtype == torch.bfloat16 and f["codes"].dtype == codes.dtype
+            assert torch.equal(f.tensor("codes").view(torch.uint8), codes.view(torch.uint8))
 
 
 def test_export_in_several_files_is_read_by_the_safetensors_library(saved, tmp_path):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import dtypes
-from ..core.ops import name_of, torch_dtype
+from ..core.ops import casts, name_of, torch_dtype
 from ..errors import ArgumentError, CheckpointError, numeric
 from .files import SafetensorsFile
 from .store import INDEX, CheckpointReader, deepspeeds, list_tags, read_latest, write_model
@@ -321,7 +321,8 @@ def export(
     """Writes the model's weights of a checkpoint as Hugging Face's safetensors, whole tensors under their names;
     returns the file names.
 
-    dtype: "fp32", "bf16" or "fp16", of every floating-point tensor (from the fp32 masters: rounded once). Holds one
+    dtype: "fp32", "bf16" or "fp16", of every floating-point tensor of 16 bits and more (from the fp32 masters: rounded
+    once; 8 bits are codes, which stay). Holds one
     file's tensors at a time. A tied weight is stored once, under the name that it was trained by. The counterpart of
     DeepSpeed's zero_to_fp32.py.
     """
@@ -345,7 +346,7 @@ def _weights(reader: CheckpointReader, dtype: torch.dtype, buffers: bool) -> Ite
         )
     for name in names:
         tensor = reader.tensor(name)
-        yield name.split("/", 1)[1], tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield name.split("/", 1)[1], tensor.to(dtype) if casts(tensor) else tensor
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ...checkpoint.store import CheckpointReader, forget_shards, read_latest, wr
 from ...checkpoint.tool import parse_size
 from ...core import dtypes
 from ...core.files import atomic_write
-from ...core.ops import torch_dtype
+from ...core.ops import casts, torch_dtype
 from ...errors import ArgumentError, CheckpointError
 from ...zero.parameters.param import is_lent
 
@@ -128,7 +128,7 @@ def _converted(weights: _Weights, dtype: torch.dtype) -> Iterator[tuple[str, tor
             continue
         seen.add(weights.first_of(name))
         values = weights[name].contiguous()
-        yield name, values.to(dtype) if values.is_floating_point() else values
+        yield name, values.to(dtype) if casts(values) else values
 
 
 def write_pickled(path: str | os.PathLike[str], obj: Any) -> None:
