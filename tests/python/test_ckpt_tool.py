@@ -161,6 +161,31 @@ def test_diff(saved, tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (torch.tensor([1 << 60, 5]), torch.tensor([(1 << 60) + 1, 5])),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
+        (torch.tensor([1 + 2j, 0]), torch.tensor([1 + 3j, 0])),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e5m2), torch.tensor([1.5, 2.0]).to(torch.float8_e5m2)),
+    ],
+    ids=["large integers", "signs of zero", "complex", "8 bits"],
+)
+def test_diff_without_a_tolerance_is_of_bits(tmp_path, a, b):
+    from deepc.checkpoint import CheckpointWriter
+
+    nan = torch.tensor([float("nan"), float("inf")])
+    for folder, value in (("a", a), ("b", b)):
+        writer = CheckpointWriter(tmp_path / folder, "t")
+        writer.add("fp32/nan", nan)
+        writer.add("buffer/x", value)
+        writer.write()
+        writer.publish({})
+    found, compared = tool.diff(tmp_path / "a", tmp_path / "b")
+    assert [(d.name, d.what, d.elements, d.numel) for d in found] == [("buffer/x", "values", 1, 2)] and compared == 2
+    assert tool.diff(tmp_path / "a", tmp_path / "a") == ([], 2)
+
+
 def test_a_flipped_bit_is_found(saved, tmp_path, capsys):
     import shutil
 
