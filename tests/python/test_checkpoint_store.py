@@ -20,7 +20,7 @@ import leftovers
 import pytest
 import torch
 from deepc.checkpoint import files as io
-from deepc.checkpoint import store
+from deepc.checkpoint import store, tool
 from deepc.checkpoint.files import SafetensorsFile, Slice, write_safetensors
 from deepc.checkpoint.store import (
     CheckpointReader,
@@ -423,6 +423,28 @@ def test_latest_follows_the_last_save(tmp_path):
 
 
 @pytest.mark.parametrize("exchange", [True, False])
+def test_saving_over_a_link_to_a_checkpoint_replaces_the_link(tmp_path, monkeypatch, exchange):
+    """As where it was moved to a larger disk: the link stayed, under a name that nothing removes."""
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda a, b: False)
+    here, there = tmp_path / "here", tmp_path / "there"
+    cuts = [[("w", 0, 2)]]
+    for tag in ("t", "u"):
+        save(here, tag, {"w": torch.ones(2)}, cuts)
+    there.mkdir()
+    for tag in ("t", "u"):
+        os.rename(here / tag, there / tag)
+        os.symlink(there / tag, here / tag)
+    save(here, "t", {"w": torch.zeros(2)}, cuts)
+    assert sorted(os.listdir(here)) == ["latest", "t", "u"] and not (here / "t").is_symlink()
+    for folder, value in ((here, 0.0), (there, 1.0)):
+        with CheckpointReader(folder, "t") as r:
+            assert r.tensor("w").tolist() == [value, value]
+    assert [os.path.basename(path) for path, *_ in tool.clean(here, keep=1, really=True)] == ["u"]
+    assert sorted(os.listdir(here)) == ["latest", "t"] and (there / "u" / "index.json").exists()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
 def test_saving_a_tag_again_replaces_it(tmp_path, monkeypatch, exchange):
     if not exchange:
         monkeypatch.setattr(store, "_exchange", lambda a, b: False)
@@ -460,7 +482,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
 
 KILLED = """
 import os, sys, torch
-from deepc.checkpoint import store
+from deepc.checkpoint import store, tool
 from deepc.checkpoint.store import CheckpointWriter
 steps = int(sys.argv[2])
 count = 0

@@ -446,7 +446,7 @@ class CheckpointWriter:
         """Rank 0, after every rank's write(): checks that the shards are complete, writes index.json, makes the
         checkpoint visible as DIR/TAG by one rename, then points `latest` to it. Returns the path. An older checkpoint
         of the same tag is replaced in one instant (where the kernel can exchange names) and deleted afterwards; files
-        in it that are not the checkpoint's are kept.
+        in it that are not the checkpoint's are kept. Of a link to one the link is replaced.
         """
         if self.rank != 0:
             raise ArgumentError(f"rank {self.rank} called publish(): it is rank 0's")
@@ -549,6 +549,9 @@ class CheckpointWriter:
             os.rename(final, old)
             os.rename(self.path, final)
         fsync_dir(self.directory)
+        if os.path.islink(old):  # the link alone was replaced: what it led to is where somebody wanted it
+            os.unlink(old)
+            return
         for entry in os.listdir(old):
             if entry not in old_files and not os.path.lexists(os.path.join(final, entry)):
                 os.rename(os.path.join(old, entry), os.path.join(final, entry))

@@ -550,7 +550,10 @@ def clean(
             if gone != path:
                 shutil.rmtree(gone, ignore_errors=True)
                 os.rename(path, gone)  # a half-removed checkpoint must not look like one
-            shutil.rmtree(gone)
+            if os.path.islink(gone):  # what it leads to was put there by somebody, and stays
+                os.unlink(gone)
+            else:
+                shutil.rmtree(gone)
     return out
 
 
