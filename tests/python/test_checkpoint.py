@@ -208,6 +208,10 @@ def test_missing_checkpoints(tmp_path):
     )  # as DeepSpeed: nothing there, nothing loaded, said in a warning
     with pytest.raises(CheckpointError, match="step7"):
         engine.load_checkpoint(tmp_path, tag="step7")
+    engine.save_checkpoint(tmp_path, tag="step7")
+    # One itself is no folder without any, from which training would begin anew.
+    with pytest.raises(CheckpointError, match=f"checkpoint itself: give {tmp_path} and the tag 'step7'"):
+        engine.load_checkpoint(tmp_path / "step7")
     engine.destroy()
 
 

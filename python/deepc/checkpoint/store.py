@@ -625,6 +625,14 @@ def list_tags(directory: str | os.PathLike[str]) -> list[str]:
     return sorted(e for e in entries if _TAG.match(e) and os.path.isfile(os.path.join(directory, e, INDEX)))
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether it is the folder of a tag, or may be one that can't be read."""
+    try:
+        return _own_files(os.fspath(path)) is not None
+    except CheckpointError:
+        return True
+
+
 def deepspeed_tags(directory: str | os.PathLike[str]) -> list[str]:
     """Tags of the checkpoints of DeepSpeed's in a directory, sorted by name; [""] if it is one itself."""
 
@@ -654,8 +662,11 @@ def read_latest(directory: str | os.PathLike[str]) -> str:
     """The tag in DIR/latest. CheckpointError if the file is missing or damaged."""
     path = os.path.join(os.fspath(directory), LATEST)
     if not os.path.exists(path):
-        tags = list_tags(directory)
+        tags, folder = list_tags(directory), os.path.abspath(os.fspath(directory))
         hint = f" Give one of the tags {tags}." if tags else deepspeeds(directory)
+        if is_checkpoint(folder):
+            inside, tag = os.path.split(folder)
+            hint = f" That is a checkpoint itself: give {inside} and the tag {tag!r}."
         raise CheckpointError(f"there is no checkpoint to load: {path} does not exist.{hint}")
     data = _read_bytes(path)
     match = re.fullmatch(rb"([^\n]+\n)crc32c ([0-9a-f]{8})\n", data)

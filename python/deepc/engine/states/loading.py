@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ...checkpoint.store import CheckpointReader, decode_client_state, deepspeed_tags, list_tags, set_rng_state
+from ...checkpoint.store import (
+    CheckpointReader,
+    decode_client_state,
+    deepspeed_tags,
+    is_checkpoint,
+    list_tags,
+    set_rng_state,
+)
 from ...errors import CheckpointError, DiskError
 from ...optim.scaling import check_scaler_state
 from ...optim.schedules import follow_loaded
@@ -65,7 +72,8 @@ def load(
     """Collective. See Engine.load_checkpoint."""
     directory, tag = os.fspath(directory), None if tag is None else str(tag)
     found = tag is not None or os.path.lexists(os.path.join(directory, "latest")) or bool(list_tags(directory))
-    found = found or bool(deepspeed_tags(directory))  # an error, which says what to do
+    # Errors, which say what to do: DeepSpeed's, and one checkpoint instead of the folder that has it.
+    found = found or bool(deepspeed_tags(directory)) or is_checkpoint(directory)
     seen = engine.everyone.gather_all(torch.tensor([int(found)], device="cpu")).view(-1).tolist()
     if any(seen) and not all(seen):
         raise CheckpointError(
