@@ -458,6 +458,52 @@ def test_saving_a_tag_again_replaces_it(tmp_path, monkeypatch, exchange):
     assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
 
 
+def _begun(directory, value: float) -> CheckpointWriter:
+    """A save of the tag "t" by another job, which has written its files."""
+    w = CheckpointWriter(directory, "t")
+    w.add("w", torch.full((2,), value))
+    w.write()
+    return w
+
+
+def test_a_job_that_was_started_twice_saves_beside_itself(tmp_path):
+    other = _begun(tmp_path, 2.0)
+    for _ in range(2):
+        save(tmp_path, "t", {"w": torch.ones(2)}, [[("w", 0, 2)]])
+    other.publish()
+    with CheckpointReader(tmp_path) as r:
+        assert r.tensor("w").tolist() == [2.0, 2.0]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
+    del other
+    _begun(tmp_path, 3.0)._let_go()  # as by a kill
+    save(tmp_path, "t", {"w": torch.ones(2)}, [[("w", 0, 2)]])
+    assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
+
+
+def test_what_is_removed_is_never_what_another_job_has_published_meanwhile(tmp_path, monkeypatch):
+    """Where its lock is not seen (another host): files went that had become the checkpoint."""
+    save(tmp_path, "t", {"w": torch.zeros(2)}, [[("w", 0, 2)]])
+    other, told = _begun(tmp_path, 2.0), []
+
+    def remove(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        if os.stat(path).st_ino == inode and not told:
+            told.append(path)
+            with contextlib.suppress(CheckpointError):
+                other.publish()
+        for name in os.listdir(fd):
+            os.unlink(name, dir_fd=fd)
+        os.close(fd)
+
+    inode = os.stat(other.path).st_ino
+    monkeypatch.setattr(store, "_is_held", lambda fd: False)
+    monkeypatch.setattr(store, "_remove_tree", remove)
+    save(tmp_path, "t", {"w": torch.ones(2)}, [[("w", 0, 2)]])
+    assert told
+    with CheckpointReader(tmp_path) as r:
+        r.verify()
+
+
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     save(tmp_path, "t", {"w": torch.ones(4)}, [[("w", 0, 4)]])
     monkeypatch.setattr(store, "_exchange", lambda a, b: False)

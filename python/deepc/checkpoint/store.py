@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import math
 import os
@@ -322,6 +324,26 @@ def _exchange(a: str, b: str) -> bool:
     raise CheckpointError(f"can't replace {b} by {a}: {os.strerror(code)}")
 
 
+def _hold(path: str) -> int:
+    """A descriptor of a folder, by which others on this host see that somebody works in it, where the file system has
+    locks; -1: there is no such folder."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _is_held(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        return exc.errno == errno.EWOULDBLOCK
+    return False
+
+
 def _remove_tree(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
@@ -368,10 +390,13 @@ class CheckpointWriter:
             raise ArgumentError(f"token {self.token!r} must be letters and digits")
         self.path = os.path.join(self.directory, f".tmp-{self.tag}-{self.token}")
         self._pieces: list[_Piece] = []
+        self._held = -1  # by rank 0, whose end is that of the save
         try:
             os.makedirs(self.path, exist_ok=True)
         except OSError as exc:
             raise CheckpointError(f"can't create {self.path}: {exc.strerror}") from exc
+        if rank == 0:
+            self._held = _hold(self.path)
 
     def add(
         self,
@@ -434,7 +459,10 @@ class CheckpointWriter:
 
     def _room(self, tensors: dict[str, torch.Tensor | Source]) -> None:
         need = sum(t.numel() * t.element_size() for t in tensors.values())
-        stat = os.statvfs(self.path)
+        try:
+            stat = os.statvfs(self.path)
+        except OSError as exc:
+            raise CheckpointError(f"can't write into {self.path}: {exc.strerror}") from exc
         free = stat.f_bavail * stat.f_frsize
         if need > free:
             raise CheckpointError(
@@ -461,14 +489,12 @@ class CheckpointWriter:
                 raise CheckpointError(f"checkpoint {self.tag}: tensor {name!r} of shape {tensor['shape']}: {problem}")
         index["client_state"] = self._client_state(client_state, index)
         write_file(os.path.join(self.path, INDEX), [_seal(index)])
-        for rank in range(self.world_size):
-            os.unlink(os.path.join(self.path, f"{shard_name(rank, self.world_size)}.json"))
-        fsync_dir(self.path)
         final = self._rename()
         if latest:
             line = f"{self.tag}\n"
             replace_file(os.path.join(self.directory, LATEST), f"{line}crc32c {crc32c(line.encode()):08x}\n".encode())
         self._sweep()
+        self._let_go()
         return final
 
     def _index(self) -> dict[str, Any]:
@@ -529,6 +555,9 @@ class CheckpointWriter:
     def _rename(self) -> str:
         final = os.path.join(self.directory, self.tag)
         try:
+            for rank in range(self.world_size):
+                os.unlink(os.path.join(self.path, f"{shard_name(rank, self.world_size)}.json"))
+            fsync_dir(self.path)
             if not os.path.lexists(final):
                 os.rename(self.path, final)
             else:
@@ -542,31 +571,60 @@ class CheckpointWriter:
         old_files = _own_files(final)
         if old_files is None:
             raise CheckpointError(f"{final} exists and is not a deepc checkpoint. Move it away, or use another tag.")
-        old = self.path
-        if not _exchange(self.path, final):
-            # two renames: between them the old checkpoint is still complete, under a name that CheckpointReader knows
-            old = os.path.join(self.directory, f".old-{self.tag}-{self.token}")
-            os.rename(final, old)
-            os.rename(self.path, final)
-        fsync_dir(self.directory)
-        if os.path.islink(old):  # the link alone was replaced: what it led to is where somebody wanted it
-            os.unlink(old)
-            return
-        for entry in os.listdir(old):
-            if entry not in old_files and not os.path.lexists(os.path.join(final, entry)):
-                os.rename(os.path.join(old, entry), os.path.join(final, entry))
-        _remove_tree(old)
+        old, held = self.path, _hold(final)
+        try:
+            if not _exchange(self.path, final):
+                # two renames: between them the old checkpoint is still complete, under a name that CheckpointReader
+                # knows
+                old = os.path.join(self.directory, f".old-{self.tag}-{self.token}")
+                os.rename(final, old)
+                os.rename(self.path, final)
+            fsync_dir(self.directory)
+            if os.path.islink(old):  # the link alone was replaced: what it led to is where somebody wanted it
+                os.unlink(old)
+                return
+            for entry in os.listdir(old):
+                if entry not in old_files and not os.path.lexists(os.path.join(final, entry)):
+                    os.rename(os.path.join(old, entry), os.path.join(final, entry))
+            _remove_tree(old)
+        finally:
+            if held >= 0:
+                os.close(held)
 
     def _sweep(self) -> None:
-        """Removes what crashed saves of this tag left behind."""
+        """Removes what crashed saves of this tag left behind. Another job may be at such a save (it was started twice):
+        where that can be seen its files stay. Where not, it may publish them at this moment, so they get another name
+        first, under which it finds nothing to publish: else what is removed would be the published checkpoint."""
         for entry in os.listdir(self.directory):
-            if re.fullmatch(rf"\.(tmp|old)-{re.escape(self.tag)}-[0-9a-zA-Z]+", entry):
-                _remove_tree(os.path.join(self.directory, entry))
+            if not re.fullmatch(rf"\.(tmp|old)-{re.escape(self.tag)}-[0-9a-zA-Z]+", entry):
+                continue
+            fd = _hold(os.path.join(self.directory, entry))
+            try:
+                if fd < 0 or _is_held(fd):
+                    continue
+                gone = os.path.join(self.directory, f".tmp-{self.tag}-{new_token()}")
+                os.rename(os.path.join(self.directory, entry), gone)
+                _remove_tree(gone)
+            except OSError:  # somebody else has removed it
+                continue
+            finally:
+                if fd >= 0:
+                    os.close(fd)
 
     def abort(self) -> None:
         """Removes everything that was written and not published; safe on any rank, any time."""
         self._pieces.clear()
+        self._let_go()
         _remove_tree(self.path)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", -1) >= 0:
+            self._let_go()
 
 
 def _own_files(path: str) -> set[str] | None:
