@@ -232,6 +232,18 @@ def test_clean_keeps_what_it_must(saved, tmp_path):
         tool.clean(copy, keep=0)
 
 
+def test_clean_leaves_a_save_that_still_writes(tmp_path):
+    """A file of a large model grows for hours, in which the folder's own time stays."""
+    (tmp_path / ".tmp-t-abc").mkdir()
+    file, now = tmp_path / ".tmp-t-abc" / "rank_00000_of_00001.safetensors", time.time()
+    for age, found in ((60.0, 0), (7200.0, 1)):
+        file.write_bytes(b"x")
+        os.utime(file, (now - age, now - age))
+        os.utime(file.parent, (now - 7200, now - 7200))
+        assert len(tool.clean(tmp_path, really=True)) == found
+    assert not file.parent.exists()
+
+
 def test_what_is_no_checkpoint_says_what_it_is(tmp_path, saved, capsys):
     (tmp_path / "ds" / "global_step2").mkdir(parents=True)
     (tmp_path / "ds" / "global_step2" / "mp_rank_00_model_states.pt").write_bytes(b"x")

@@ -167,7 +167,8 @@ def _left(folder: str) -> list[str]:
 
 
 def _left_row(path: str) -> dict[str, Any]:
-    return {"path": path, "bytes": _files_bytes(path), "age_s": time.time() - os.stat(path).st_mtime}
+    written = max(os.stat(p).st_mtime for p in (path, *os.scandir(path)))  # a file may be growing for hours
+    return {"path": path, "bytes": _files_bytes(path), "age_s": time.time() - written}
 
 
 def _print_listing(found: dict[str, Any]) -> None:
