@@ -11,6 +11,8 @@ import signal
 import subprocess
 import threading
 import time
+import types
+import weakref
 import zlib
 
 import nethosts
@@ -685,6 +687,33 @@ def test_how_a_neighbour_ended() -> None:
         process.wait()
         assert pids.ended()[1].startswith("died")
         pids.close()
+
+
+def test_the_watch_over_neighbours_outlives_groups_that_open_and_close(monkeypatch) -> None:
+    """Another thread opens a group while the watching one lists them."""
+    looked, rounds = [], []
+
+    class Group:
+        def look(self) -> None:
+            looked.append(self)
+
+    class Opening(weakref.WeakSet):
+        def __iter__(self):
+            for group in super().__iter__():
+                yield group
+                self.add(late)
+
+    def sleep(seconds: float) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 3:
+            raise StopIteration
+
+    early, late = Group(), Group()
+    monkeypatch.setattr(link, "_watched", Opening([early]))
+    monkeypatch.setattr(link, "time", types.SimpleNamespace(sleep=sleep))
+    with pytest.raises(StopIteration):
+        link._look_after()
+    assert set(looked) == {early, late}
 
 
 # ---- without hosts: plans are data -----------------------------------------------------------------------------------

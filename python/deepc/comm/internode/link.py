@@ -300,9 +300,16 @@ def _watch(link: Link) -> None:
 def _look_after() -> None:
     while True:
         time.sleep(0.05)
-        for link in list(_watched):
-            with contextlib.suppress(Exception):  # closed meanwhile
-                link.look()
+        _look_at_all()
+
+
+def _look_at_all() -> None:
+    links: list[Link] = []
+    with contextlib.suppress(RuntimeError):  # another thread opened or closed one while they were listed: next time
+        links = list(_watched)
+    for link in links:
+        with contextlib.suppress(Exception):  # closed meanwhile
+            link.look()
 
 
 def _how(pid: int, pidfd: int) -> str:
