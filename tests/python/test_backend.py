@@ -683,6 +683,35 @@ def test_messages():
     run_ranks(messages, 3)
 
 
+def messages_over_nodes(rank, world):
+    """Gloo carries them: in any layout, from anyone, with our errors."""
+    from deepc.errors import RankDiedError
+
+    sent, got = torch.arange(12.0).view(3, 4), torch.zeros(4, 6)[:, ::2]
+    if rank == 0:
+        dist.send(sent.T, 1)
+        assert dist.recv(got) == 1 and got.eq(5).all() and got._base[:, 1::2].eq(0).all()
+    else:
+        work = dist.irecv(got, 0)
+        work.get_future().wait()
+        assert work.is_completed() and torch.equal(got, sent.T)
+        dist.send(torch.tensor(5.0).expand(4, 3), 0)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call in (
+        lambda: dist.recv(torch.zeros(3), 1),
+        lambda: dist.send(torch.zeros(3), 1),
+        lambda: dist.irecv(torch.zeros(3), 1).wait(),
+    ):
+        with pytest.raises(RankDiedError, match=r"rank 1 \(pid \d+ on .*node 1\) died.*at python/test_backend.py:"):
+            call()
+
+
+def test_messages_over_nodes_lie_anyhow_and_tell_of_a_dead_rank():
+    run_ranks(messages_over_nodes, 2, nodes="ab", may_die=[1])
+
+
 def first_message(rank, world):
     """A first call between two ranks does not wait for the third; a sender that forgets its Work loses nothing."""
     store = dist.distributed_c10d._get_default_store()

@@ -52,6 +52,7 @@ from ...core.telemetry.caller import caller_line
 from ...errors import ArgumentError, CommError, DeepcError, UnsupportedError
 from .. import shared
 from ..calls import backend_method
+from ..failures import meaning, shortened
 from ..place import Places, discover
 from .fast import FastPaths
 from .progress import Progress, choose, make_progress
@@ -72,7 +73,7 @@ from .tensors import (
     room_for,
     store_into,
 )
-from .works import Done, Message, Messages, Pending, Several, stop_moving
+from .works import Carried, Done, Message, Messages, Pending, Several, stop_moving
 
 _log = logging.getLogger("deepc")
 
@@ -985,45 +986,68 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
+        peer: int | None,
+        tag: int,
         start: Callable[[shared.Comm, torch.Tensor], shared.Request],
-        receives: bool,
-    ) -> dist.Work | None:
-        """None if the backend beneath has to carry it: another device, or a group that spans nodes."""
+    ) -> dist.Work:
+        """peer: None for anyone. start: in a group of one node; in one that spans nodes the backend beneath carries it,
+        as it does for other devices and layouts."""
         core = self._core(tensors)
-        if not isinstance(core, shared.Comm):
-            return None
+        args = (tag,) if peer is None else (peer, tag)
+        beneath = "recv_anysource" if peer is None else name
+        if not on_core(tensors):
+            work: dist.Work = self._inner(tensors[0].device, beneath)(tensors, *args)
+            return work
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: expected one tensor, got {len(tensors)}")
         t = local_of(tensors[0])
-        where = caller_line(2)
+        where, receives = caller_line(2), name == "recv"
 
         def explain(exc: BaseException) -> None:
             self._explain(exc, name, [t], where)
 
+        def lost(exc: RuntimeError) -> BaseException:
+            return self._lost(name, peer, str(exc))
+
         dense = room_for(t) if receives else dense_of(t)
+        request: shared.Request | Carried
         try:
-            request = start(core, dense)
+            if isinstance(core, shared.Comm):
+                request = start(core, dense)
+            else:
+                request = Carried(self._inner(dense.device, beneath)([dense], *args), lost)
         except DeepcError as exc:
             explain(exc)
             raise
+        except RuntimeError as exc:
+            error = lost(exc)
+            explain(error)
+            raise error from exc
         after = (lambda: store_into(t, dense)) if receives and dense is not t else None
         work = Message(request, [t], lambda: self._what(name, [t]), explain, after)
-        self._messages.add(work, keep=not receives)
+        if isinstance(request, shared.Request):  # Gloo has a thread for its own
+            self._messages.add(work, keep=not receives)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
+    def _lost(self, name: str, peer: int | None, said: str) -> BaseException:
+        """What to raise for a message that Gloo carried and ended with these words."""
+        link = getattr(self._comm, "link", None)
+        if link is not None:
+            found: BaseException = link.lost(peer, f"a {name}", said)
+            return found
+        whom = "" if peer is None else f" with rank {self._global_ranks[peer]}"
+        return meaning(said)(f"group {self._label}: a message{whom} failed ({shortened(said)})")
+
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        work = self._message("send", tensors, lambda core, t: core.isend(t, dstRank, tag), False)
-        return self._inner(tensors[0].device, "send")(tensors, dstRank, tag) if work is None else work
+        return self._message("send", tensors, dstRank, tag, lambda core, t: core.isend(t, dstRank, tag))
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        work = self._message("recv", tensors, lambda core, t: core.irecv(t, srcRank, tag), True)
-        return self._inner(tensors[0].device, "recv")(tensors, srcRank, tag) if work is None else work
+        return self._message("recv", tensors, srcRank, tag, lambda core, t: core.irecv(t, srcRank, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        work = self._message("recv", tensors, lambda core, t: core.irecv(t, None, tag), True)
-        return self._inner(tensors[0].device, "recv_anysource")(tensors, tag) if work is None else work
+        return self._message("recv", tensors, None, tag, lambda core, t: core.irecv(t, None, tag))
 
     # ---- torch's coalescing manager with a device --------------------------------------------------------------------
     def _start_coalescing(self, device: torch.device) -> None:

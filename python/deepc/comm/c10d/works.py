@@ -13,6 +13,7 @@ import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,13 +147,35 @@ class Pending(dist.Work):
         self.wait()
 
 
+class Carried:
+    """A send or receive that the backend beneath carries, as a Message's request. lost: what to raise for its error."""
+
+    def __init__(self, work: Any, lost: Callable[[RuntimeError], BaseException]) -> None:
+        self._work, self._lost = work, lost
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until it is complete."""
+        try:
+            self._work.wait() if timeout_s is None else self._work.wait(datetime.timedelta(seconds=timeout_s))
+        except RuntimeError as exc:
+            raise self._lost(exc) from exc
+
+    def test(self) -> bool:
+        """True once complete, which Gloo says of what was waited for."""
+        return bool(self._work.is_completed())
+
+    def source(self) -> int:
+        """Group rank that a completed receive came from."""
+        return int(self._work._source_rank())
+
+
 class Message(dist.Work):
     """The Work of a send or receive. after: what is left to do when it is complete (a receive into a tensor that is not
     contiguous)."""
 
     def __init__(
         self,
-        request: shared.Request,
+        request: shared.Request | Carried,
         tensors: Sequence[torch.Tensor],
         what: Callable[[], str],
         explain: Callable[[BaseException], None],

@@ -220,18 +220,20 @@ class Link:
             )
         return kind, f"group {self.label}: the connection to {peer} failed {doing}: {shortened(exc.said)}"
 
-    def lost(self, rank: int, doing: str, said: str) -> DeepcError:
-        """What to raise for a message with `rank`, that torch's backend carried and ended with `said`: what this node
-        knows, what somebody wrote to the store, what the backend said."""
+    def lost(self, rank: int | None, doing: str, said: str) -> DeepcError:
+        """What to raise for a message with `rank` (None: from anyone), that torch's backend carried and ended with
+        `said`: what this node knows, what somebody wrote to the store, what the backend said."""
         found = self._node_failure()
         if found is None and is_closed(said):
-            found = self._record.read(GRACE_S)
+            alone = rank is not None and len(self._topology.nodes[self._topology.node_of[rank]]) == 1
+            found = self._record.read(SHORT_GRACE_S if alone else GRACE_S)
         if found is not None:
             return found[0](found[1])
+        whom = "a rank" if rank is None else self.who[rank]
         kind, where = meaning(said), f"{self.who[self._rank]} was in {doing} ({shortened(said)})"
         if kind is RankDiedError:
-            return kind(f"group {self.label}: {self.who[rank]} died or left: its connection closed while {where}")
-        return kind(f"group {self.label}: a message with {self.who[rank]} failed while {where}")
+            return kind(f"group {self.label}: {whom} died or left: its connection closed while {where}")
+        return kind(f"group {self.label}: a message with {whom} failed while {where}")
 
     def _node_failure(self) -> Reason | None:
         """What broke the node's communicators, if one is broken."""

@@ -96,12 +96,11 @@ class Hops:
         """Around a message: an error tells whose it was."""
         try:
             yield
-        except DeepcError:
-            raise
         except RuntimeError as exc:
-            if self._lost is None:
+            said = exc.__cause__ if isinstance(exc, DeepcError) else exc  # by another backend than ours, or None
+            if self._lost is None or not isinstance(said, RuntimeError):
                 raise
-            raise self._lost(self._ranks[peer], f"a message {way} stage {peer} of a pipeline", exc) from exc
+            raise self._lost(self._ranks[peer], f"a message {way} stage {peer} of a pipeline", said) from said
 
     def _start(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if tensor.numel():
