@@ -712,6 +712,27 @@ def test_messages_over_nodes_lie_anyhow_and_tell_of_a_dead_rank():
     run_ranks(messages_over_nodes, 2, nodes="ab", may_die=[1])
 
 
+def test_a_message_that_fails_is_told_by_its_future_alone(monkeypatch):
+    import threading
+
+    from deepc.comm.c10d.works import Message
+    from deepc.errors import CommError
+
+    class Request:
+        def wait(self, timeout_s=None):
+            raise CommError("the peer is gone")
+
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    future = Message(Request(), [], lambda: "recv", lambda exc: None).get_future()
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        future.wait()
+    for thread in threading.enumerate():
+        if thread.name == "deepc message":
+            thread.join()
+    assert not printed
+
+
 def first_message(rank, world):
     """A first call between two ranks does not wait for the third; a sender that forgets its Work loses nothing."""
     store = dist.distributed_c10d._get_default_store()

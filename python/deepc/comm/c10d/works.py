@@ -224,10 +224,9 @@ class Message(dist.Work):
             self._future = pending.get_future()
 
             def run() -> None:
-                try:
+                with contextlib.suppress(Exception):  # the future's; from here it would only be printed
                     self.wait()
-                finally:
-                    pending.finish(self._error)
+                pending.finish(self._error)
 
             if self.finished:
                 pending.finish(self._error)
