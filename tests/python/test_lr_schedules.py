@@ -421,6 +421,16 @@ def test_a_schedule_of_samples_is_told_those_of_a_step():
     assert schedule.done == 11
 
 
+def test_a_schedule_that_follows_a_metric_is_not_told_the_samples_of_a_step():
+    """ReduceLROnPlateau would see their constant number as a plateau, and lower the rate every few steps."""
+    schedule = lr_schedules.build_scheduler("ReduceLROnPlateau", {"patience": 1}, optimizer())
+    with pytest.raises(ArgumentError, match=r'ReduceLROnPlateau.step\(metrics\).*engine.step\(lr_kwargs={"metrics"'):
+        lr_schedules.stepper(schedule, {}, 8)
+    for loss in (3.0, 2.0, 1.0):
+        lr_schedules.stepper(schedule, {"metrics": loss}, 8)()
+    assert schedule.best == 1.0 and schedule.num_bad_epochs == 0
+
+
 def test_anything_with_param_groups():
     opt = types.SimpleNamespace(param_groups=[{"lr": 1.0}])
     schedule = lr_schedules.build_scheduler("WarmupLR", {"warmup_num_steps": 2, "warmup_type": "linear"}, opt)

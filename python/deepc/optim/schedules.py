@@ -437,7 +437,8 @@ def _signature(step: Any) -> inspect.Signature | None:
 
 def stepper(schedule: Scheduler, arguments: dict[str, Any], samples: int) -> Callable[[], None]:
     """What calls schedule.step(**arguments). A step() that wants an argument (Megatron-LM's) gets the samples of a step
-    where there are none, as in DeepSpeed. ArgumentError, before anything is done, if step() does not take these."""
+    where there are none, as in DeepSpeed, but no `metrics` (ReduceLROnPlateau's), which they are not. ArgumentError,
+    before anything is done, if step() does not take these."""
     step = schedule.step
     signature = _signature(getattr(step, "__func__", step))
     if signature is None:
@@ -448,6 +449,12 @@ def stepper(schedule: Scheduler, arguments: dict[str, Any], samples: int) -> Cal
         return functools.partial(step, **arguments)
     except TypeError as exc:
         why = exc
+    if not arguments and "metrics" in signature.parameters:
+        raise ArgumentError(
+            f"engine.step(): {type(schedule).__name__}.step(metrics) follows a value that a step does not know; give it"
+            ' each time, alike on all ranks: engine.step(lr_kwargs={"metrics": loss}), or leave the schedule out of'
+            " initialize and call its step(loss) yourself, after an evaluation for example"
+        )
     if not arguments:
         with contextlib.suppress(TypeError):
             signature.bind(*of, samples)
