@@ -564,6 +564,61 @@ def test_lightnings_deepspeed_strategy_trains_saves_and_resumes(stage, tmp_path)
     assert result["tested"] == pytest.approx(result["expected"], rel=1e-5)
 
 
+def _fabric(rank: int, world: int, folder: str) -> tuple[list[float], int, bool]:
+    """A loop of Fabric, whose optimizers step by themselves: losses, the saved count, and whether the weights came
+    back."""
+    import deepc.compat.deepspeed  # noqa: F401
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DeepSpeedStrategy
+
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3}}
+    strategy = DeepSpeedStrategy(config=config)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision="32-true")
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        model = tiny.make_model()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    losses = []
+    for step in range(3):
+        for part in range(2):  # accumulated as Fabric has it: by backwards before a step
+            loss = model(*tiny.make_batch(2 * (2 * step + part) + rank))
+            fabric.backward(loss / 2)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model, "optimizer": optimizer, "step": 3}
+    fabric.save(f"{folder}/ck", state)
+    kept = [p.detach().clone() for p in model.parameters()]
+    fabric.backward(model(*tiny.make_batch(0)))
+    optimizer.step()
+    state["step"] = 0
+    fabric.load(f"{folder}/ck", state)
+    back = all(torch.equal(p, k) for p, k in zip(model.parameters(), kept))
+    model._forward_module.destroy()
+    return losses, state["step"], back
+
+
+@pytest.mark.full
+def test_lightnings_fabric_trains_as_plain_pytorch(tmp_path):
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs lightning")
+    env = {"DEEPC_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = run_ranks(_fabric, WORLD, args=(str(tmp_path),), env=env, fresh=True)
+    model = tiny.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    want: list[list[float]] = [[], []]
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            for rank in range(WORLD):
+                loss = model(*tiny.make_batch(2 * (2 * step + part) + rank))
+                (loss / 2 / WORLD).backward()
+                want[rank].append(loss.item())
+        optimizer.step()
+    for rank, (losses, step, back) in enumerate(ranks):
+        assert losses == pytest.approx(want[rank], rel=1e-5) and (step, back) == (3, True)
+
+
 # ---- accelerate launch -----------------------------------------------------------------------------------------------
 _LAUNCH = ("launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "2")
 _PREPARES = """

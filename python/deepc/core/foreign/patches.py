@@ -104,8 +104,8 @@ PATCHES = (
     ),
     Patch(
         "lightning",
-        "CUDAAccelerator and the check of devices in Lightning's DeepSpeed strategy",
-        "the strategy runs on CUDA only",
+        "CUDAAccelerator and the check of devices in Lightning's DeepSpeed strategy, and Fabric's optimizer_step there",
+        "the strategy runs on CUDA only; Fabric calls the optimizer's step, which is the engine's to make",
         "do not import deepc.compat.deepspeed before Lightning",
     ),
     Patch(
