@@ -297,16 +297,23 @@ static void fused_gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_ou
 }
 
 /* ---- rotary embedding -------------------------------------------------------------------------------------------- */
-/* The result lies in memory in the order of x's dimensions, without gaps, as torch.empty_like makes it. */
+/* The result lies in memory in the order of x's dimensions, without gaps, as torch.empty_like makes it, but always with
+ * the last one innermost. An expanded dimension, whose stride of 0 says nothing, keeps its place among the others. */
 static void fused_packed_like(const rows *x, int64_t *step) {
-  int order[MAX_DIM], n = 0;
-  for (int k = 0; k < (int)x->dim; k++) {
+  int order[MAX_DIM], n = 0; /* from the inside out */
+  for (int k = (int)x->dim - 1; k >= 0; k--) {
     int at = n++;
-    for (; at > 0 && x->size[k] > 1 && x->step[order[at - 1]] < x->step[k]; at--) order[at] = order[at - 1];
     order[at] = k;
+    for (int inner = at - 1; inner > 0 && x->step[k]; inner--) {
+      const int other = order[inner];
+      if (!x->step[other]) continue;
+      if (x->step[other] < x->step[k]) break;
+      if (x->step[other] == x->step[k] && x->size[other] <= x->size[k]) continue;
+      order[inner] = k, order[at] = other, at = inner;
+    }
   }
   int64_t next = 1;
-  for (int k = n - 1; k >= 0; k--) step[order[k]] = next, next *= x->size[order[k]] > 1 ? x->size[order[k]] : 1;
+  for (int k = 0; k < n; k++) step[order[k]] = next, next *= x->size[order[k]] > 1 ? x->size[order[k]] : 1;
 }
 
 /* Strides of a table over x's leading dimensions, 0 where it is broadcast. */

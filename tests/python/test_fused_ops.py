@@ -169,6 +169,37 @@ def test_attention(dtype, causal):
         assert (got.double() - right).abs().max() <= bound * right.abs().max()
 
 
+EXPANDED = {
+    "heads": make(2, 1, 6, 8).expand(2, 4, 6, 8),  # one head of keys for all queries
+    "batch": make(1, 4, 6, 8).expand(2, 4, 6, 8),
+    "batch, by rows": make(1, 6, 4, 8).transpose(1, 2).expand(2, 4, 6, 8),
+    "rows": make(2, 4, 1, 8).expand(2, 4, 6, 8),
+    "all but the last": make(8).expand(2, 4, 6, 8),
+    "windows": make(2, 4, 13).unfold(2, 8, 1),  # rows that overlap
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_tensors_are_what_their_copies_are(name):
+    """Their strides don't say in which order results lie, and the last dimension lies side by side all the same."""
+    x, other, cos, sin = EXPANDED[name], make(2, 4, 6, 8, seed=1), make(6, 8, seed=2), make(6, 8, seed=3)
+    cases = {
+        "rotary": (lambda t: ops.rotary(t, cos, sin), x),
+        "queries": (lambda t: ops.attention(t, other, other), x),
+        "keys": (lambda t: ops.attention(other, t, other, is_causal=True), x),
+        "values": (lambda t: ops.attention(other, other, t), x),
+        "masked": (lambda t: ops.block_sparse_attention(t, t, other, slopes=torch.ones(4)), x),
+    }
+    for case, (function, given) in cases.items():
+        leaves = given.detach().requires_grad_(), given.contiguous().detach().requires_grad_()
+        outs = [function(leaf) for leaf in leaves]
+        grads = [torch.autograd.grad(out, leaf, make(2, 4, 6, 8, seed=4))[0] for out, leaf in zip(outs, leaves)]
+        assert torch.equal(*outs) and torch.equal(*grads), case
+    if name != "windows":
+        real, shape_only = torch.ops.deepc.attention(x, other, other, False, 1.0), x.detach().to("meta")
+        assert real[0].stride() == torch.empty_like(shape_only).stride()
+
+
 def test_attention_takes_strides_beyond_2_to_the_31():
     """Of a batch of one (a long sequence out of a fused q, k, v) such a stride is never taken; on a CPU any may be."""
     far = 2**31 + 64
