@@ -389,6 +389,33 @@ def test_second_derivatives_and_gradients_of_tables_raise():
         ops.rotary(x, y, y).sum().backward()
 
 
+def test_forward_mode_derivatives_raise():
+    """torch would give zeros: without requires_grad it asks no formula."""
+    x, w, labels = make(2, 3, 4, 8), make(8), torch.zeros(2, 3, 4, dtype=torch.int64)
+    cases = {
+        "rms_norm": lambda t: ops.rms_norm(t, w),
+        "weight": lambda t: ops.rms_norm(x, t[0, 0, 0]),
+        "add_rms_norm": lambda t: ops.add_rms_norm(x, t)[0],
+        "layer_norm": lambda t: ops.layer_norm(t),
+        "add_layer_norm": lambda t: ops.add_layer_norm(x, t)[0],
+        "swiglu": lambda t: ops.swiglu(x, t),
+        "gelu": lambda t: ops.gelu(t, w),
+        "rotary": lambda t: ops.rotary(t, x[0, 0], x[0, 0]),
+        "attention": lambda t: ops.attention(x, t, x),
+        "block_sparse_attention": lambda t: ops.attention(x, x, x, bias=t[..., :4]),
+        "linear_cross_entropy": lambda t: deepc.linear_cross_entropy(t, make(5, 8), labels),
+    }
+    for function in cases.values():
+        with pytest.raises(UnsupportedError, match="has no forward-mode derivative"):
+            torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        ops.rms_norm(x, w)  # nothing here has a tangent
+        with pytest.raises(UnsupportedError, match="has no forward-mode derivative"):
+            ops.gelu(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(UnsupportedError, match="has no forward-mode derivative"):
+        torch.func.jacfwd(ops.gelu)(w)
+
+
 def test_threads_change_nothing():
     threads = torch.get_num_threads()
     x, w, b = make(700, 96), make(96, seed=1), make(96, seed=2)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import ArgumentError, UnsupportedError
 from . import dtypes
+from .foreign import private
 from .lib import call, call_cuda, library_dir
 
 BLOCK = 4096  # DC_BLOCK of ops/ops.h: elements of one partial sum of a norm
@@ -581,6 +583,19 @@ torch.library.register_autograd(
 )
 
 
+def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
+    """UnsupportedError for inputs with forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad). Where no
+    input requires a gradient, torch passes by what is registered for autograd: the result's would be zero without a
+    word."""
+    if not private.forward_mode():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(
+            f"deepc.ops.{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad). Use"
+            " PyTorch's own operators where you need one (deepc.fuse is what puts ours in)"
+        )
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a contiguous copy if its rows (all dimensions but the last) don't lie evenly spaced with their elements
     side by side."""
@@ -615,6 +630,7 @@ def rms_norm(
     fp32 with one rounding, the result has x's shape and dtype. Differentiable once. RuntimeError for other dtypes and
     shapes that don't fit.
     """
+    refuse_tangents("rms_norm", x, weight)
     out: torch.Tensor = torch.ops.deepc.rms_norm(_rows(x), _or_empty(weight, x), eps, offset)[0]
     return out
 
@@ -623,6 +639,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
+    refuse_tangents("add_rms_norm", x, residual, weight)
     out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_rms_norm(
         _rows(x), _rows(residual), _or_empty(weight, x), eps, offset
     )[:2]
@@ -634,6 +651,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """Layer norm over the last dimension (arXiv:1607.06450); weight and bias: [cols], of one dtype. Otherwise as
     `rms_norm`."""
+    refuse_tangents("layer_norm", x, weight, bias)
     out: torch.Tensor = torch.ops.deepc.layer_norm(_rows(x), _or_empty(weight, x), _or_empty(bias, x), eps)[0]
     return out
 
@@ -646,6 +664,7 @@ def add_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(layer_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
+    refuse_tangents("add_layer_norm", x, residual, weight, bias)
     out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_layer_norm(
         _rows(x), _rows(residual), _or_empty(weight, x), _or_empty(bias, x), eps
     )[:2]
@@ -655,6 +674,7 @@ def add_layer_norm(
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (arXiv:2002.05202); both of one shape and dtype, such as the halves of one tensor (x.chunk(2,
     -1), uncopied)."""
+    refuse_tangents("swiglu", gate, up)
     out: torch.Tensor = torch.ops.deepc.swiglu(_rows(gate), _rows(up))
     return out
 
@@ -664,6 +684,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "
     it."""
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"deepc.ops.gelu: approximate={approximate!r}; it is 'none' or 'tanh'")
+    refuse_tangents("gelu", x, bias)
     out: torch.Tensor = torch.ops.deepc.gelu(_rows(x), _or_empty(bias, x), approximate == "tanh")
     return out
 
@@ -675,6 +696,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     broadcast against x's leading dimensions; elements of x from `rotated` on pass through. The gradient is x's only;
     UnsupportedError if cos or sin need one.
     """
+    refuse_tangents("rotary", x, cos, sin)
     out: torch.Tensor = torch.ops.deepc.rotary(inner_dense(x), inner_dense(cos), inner_dense(sin), False)
     return out
 
@@ -712,6 +734,7 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     if bias is not None or dropout:
         return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
+    refuse_tangents("attention", q, k, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = torch.ops.deepc.attention(inner_dense(q), inner_dense(k), inner_dense(v), is_causal, factor)[0]
     return out
@@ -806,6 +829,7 @@ def block_sparse_attention(
     A query that sees no key has a result of 0. Memory is linear in rows and keys. Differentiable once in q, k, v and
     bias. RuntimeError for other shapes and dtypes.
     """
+    refuse_tangents("block_sparse_attention", q, k, v, slopes, bias)
     q, k, v = as_autocast(q, k, v)
     out: torch.Tensor = torch.ops.deepc.block_sparse_attention(
         inner_dense(q),

@@ -61,6 +61,7 @@ def linear_cross_entropy(
     Differentiable in hidden, weight and bias, once (a backward with create_graph=True raises UnsupportedError). Raises
     ArgumentError for shapes, dtypes and values that don't fit; a label out of range raises RuntimeError on the CPU and
     gives NaN on CUDA."""
+    ops.refuse_tangents("linear_cross_entropy", hidden, weight, bias)
     hidden, weight, bias = as_autocast(hidden, weight, bias)
     _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
@@ -69,6 +70,12 @@ NAMES = (
         "zero/step/hooks, observe/profile: no hooks on the outputs of vmap, grad, jvp",
         "2.0",
         "torch.func over a model that deepc trains fails",
+    ),
+    Private(
+        "torch.autograd.forward_ad._current_level",
+        "core/ops: whether there are forward-mode derivatives, which the fused operators refuse",
+        "1.8",
+        "nothing but time: every input of a fused operator is asked for its tangent",
     ),
     Private(
         "torch.autograd.Variable._execution_engine",
@@ -278,6 +285,11 @@ saved_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_
 top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 push_saved_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def forward_mode() -> bool:
+    """Whether tensors may have forward-mode derivatives."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def at_end_of_backward(function: Callable[[], Any]) -> None:
