@@ -195,6 +195,10 @@ def test_words_of_models(refused, model, said):
     assert said in refused(model=model)
 
 
+MIXTURE = """{"model_type": "qwen2_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3,
+ "vocab_size": 100, "max_position_embeddings": 16, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}"""
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
@@ -203,6 +207,13 @@ def test_words_of_models(refused, model, said):
         ("{", ("no JSON",)),
         # half of its blocks were planned for
         ('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 64}', ("is_encoder_decoder is true", "layers=")),
+        (MIXTURE.replace("3,", "99999999999,"), ("layers = 99999999999 must be at most",)),  # not after a look at each
+        (MIXTURE.replace("[1]", "1"), ("mlp_only_layers = 1 must be a list of whole numbers",)),
+        (MIXTURE.replace("[1]", "[1.5]"), ("mlp_only_layers = [1.5] must be a list of whole numbers",)),
+        (
+            MIXTURE.replace("32,", "-32,"),
+            ("shared_expert_intermediate_size = -32 must be a whole number of at least 0",),
+        ),
     ],
 )
 def test_words_of_a_models_file(refused, tmp_path, text, said):

@@ -59,9 +59,12 @@ class Config:
         self._raw: dict[str, Any] = {**_DEFAULTS.get(self.kind, {}), **raw}
 
     def number(self, *keys: str, default: int | None = None) -> int:
-        """The first of these keys that has a whole number. ArgumentError where none has, and there is no default."""
+        """The first of these keys that has a whole number. ArgumentError for one below 0, and where none has, and there
+        is no default."""
         for k in keys:
             if isinstance(n := self._raw.get(k), int) and not isinstance(n, bool):
+                if n < 0:
+                    raise ArgumentError(f"model {self.name}: {k} = {n} must be a whole number of at least 0")
                 return n
         if default is None:
             raise ArgumentError(f"model {self.name}: the config has none of {', '.join(keys)}")
@@ -71,7 +74,11 @@ class Config:
         return default if (found := self._raw.get(key)) is None else bool(found)
 
     def numbers(self, key: str) -> frozenset[int]:
-        return frozenset(self._raw.get(key) or ())
+        """A list of whole numbers; none where there is no such key."""
+        found = self._raw.get(key)
+        if found is not None and not (isinstance(found, (list, tuple)) and all(type(n) is int for n in found)):
+            raise ArgumentError(f"model {self.name}: {key} = {found!r} must be a list of whole numbers")
+        return frozenset(found or ())
 
 
 @dataclass(frozen=True)

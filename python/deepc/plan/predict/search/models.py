@@ -68,8 +68,7 @@ class Model:
         for field in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "inner", "top"):
             if type(n := getattr(self, field)) is not int or n < 1:
                 raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 1")
-        if self.layers > _LAYERS:
-            raise ArgumentError(f"model {self.name}: layers = {self.layers} must be at most {_LAYERS}")
+        _check_layers(self.name, self.layers)
         for field in (
             "hidden",
             "heads",
@@ -222,6 +221,11 @@ class Model:
         return (_lib.PlannerLayer * len(rows))(*(_lib.PlannerLayer(**r) for r in rows))
 
 
+def _check_layers(name: str, layers: int) -> None:
+    if layers > _LAYERS:
+        raise ArgumentError(f"model {name}: layers = {layers} must be at most {_LAYERS}")
+
+
 def _gpt(name: str, layers: int, hidden: int, heads: int, seq: int = 2048, vocab: int = 50257) -> Model:
     return Model(name, layers, hidden, heads, vocab, seq, tied=True, positions=seq)
 
@@ -327,6 +331,7 @@ def from_config(config: Mapping[str, Any], name: str = "", seq: int | None = Non
     heads = c.number("num_attention_heads", "n_head", "num_heads")
     tokens = c.number("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=seq)
     layers = c.number("num_hidden_layers", "n_layer", "num_layers")
+    _check_layers(name, layers)  # before a family goes through them
     inner = c.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     size, kv_heads = head_dim(c), heads_of_keys(c, heads)
     vocab = c.number("vocab_size")
