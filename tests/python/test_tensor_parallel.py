@@ -204,7 +204,8 @@ def transformer(family, heads=8, **options):
     torch.manual_seed(1)
     if family == "gpt2":
         off = dict(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
-        config = t.GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=heads, n_positions=32, **{**off, **options})
+        sizes = dict(vocab_size=61, n_embd=32, n_layer=4, n_head=heads, n_positions=32)
+        config = t.GPT2Config(**{**sizes, **off, **options})
         return t.GPT2LMHeadModel(config)
     sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=4, num_attention_heads=heads)
     if family == "bert":
@@ -514,6 +515,37 @@ def test_dropout_is_equal_outside_and_different_inside(again):
     assert not any(torch.equal(a == 0, b == 0) for a, b in zip(one, two))
     if again:  # computed again with the same numbers
         assert len(one) == 4 and torch.equal(one[0], one[1]) and torch.equal(one[2], one[3])
+
+
+def _crosses(rank, world, heads):
+    import deepc
+    from deepc.parallel.tensor.cut import cuts_of
+
+    drops = dict(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    model = transformer("gpt2", heads, add_cross_attention=True, n_embd=4 * heads, **drops).train()
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    inside = []
+    model.transformer.h[0].crossattention.c_proj.register_forward_pre_hook(lambda m, args: inside.append(args[0]))
+    draw = torch.Generator().manual_seed(0)
+    ids, other = torch.randint(0, 61, (2, 16), generator=draw), torch.randn(2, 5, 4 * heads, generator=draw)
+    engine.backward(engine(input_ids=ids, encoder_hidden_states=other, labels=ids).loss)
+    grads = {n: engine.full_grad(p) for n, p in model.named_parameters() if id(p) not in cuts_of(model)}
+    return inside[0].detach() == 0, grads, torch.rand(1)
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_attention_to_another_sequence_drops_as_that_to_its_own(heads):
+    """Its queries and its keys are made of different inputs. With 3 heads ranks also draw unequally many numbers."""
+    (one, grads, drawn), (two, others, its) = run_ranks(_crosses, 2, heads)
+    assert torch.equal(drawn, its) and all(torch.equal(g, others[n]) for n, g in grads.items())
+    assert one.shape != two.shape or not torch.equal(one, two)
 
 
 def _raises_inside(rank, world):

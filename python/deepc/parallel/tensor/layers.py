@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 class Region:
     """What the layers between an entrance and an exit share: `x`, which goes in once however many column-parallel
-    layers read it (one sum of gradients then), and the random numbers inside. members: how many those are. heads: how
-    they are shared, in an attention whose heads the ranks do not divide."""
+    layers read it (one sum of gradients then), and the random numbers inside, which begin behind the last of these
+    layers. members: how many those are. heads: how they are shared, in an attention whose heads the ranks do not
+    divide."""
 
     heads: Heads | None = None
 
@@ -39,30 +40,37 @@ class Region:
         self._random = Inside(owner, group) if owner is not None else None
         self._seen: Tensor | None = None
         self._entered: Tensor | None = None
-        self._uses = 0
+        self._run = 0  # a bit for each member that has run since the entrance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         made = Region.__new__(Region)
         memo[id(self)] = made
-        vars(made).update(vars(self), _seen=None, _entered=None, _uses=0)
+        vars(made).update(vars(self), _seen=None, _entered=None, _run=0)
         if self._random is not None:
             made._random = Inside(memo.get(id(self._random._owner), self._random._owner), self.group)
         return made
 
-    def begin(self, x: Tensor) -> Tensor:
+    def begin(self, x: Tensor, member: int = 0) -> Tensor:
+        """For a column-parallel layer. They may read different inputs, as in an attention to another sequence."""
+        if self._run >> member & 1:  # a recomputation ended before the last of them
+            self._forget()
         if self._entered is None or x is not self._seen:
-            self._seen, self._uses = x, 0
+            self._seen = x
             self._entered = enter_from_sequence(x, self.group) if self.sequence else enter(x, self.group)
-        self._uses += 1
+        self._run |= 1 << member
         out = self._entered
-        if self._uses >= self.members:
-            self._seen = self._entered = None
+        if self._run + 1 >= 1 << self.members:
+            self._forget()
             if self._random is not None:
                 self._random.enter()
         return out
 
-    def end(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _forget(self) -> None:
         self._seen = self._entered = None
+        self._run = 0
+
+    def end(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self._forget()
         if self.sequence:
             out = leave_to_sequence(x, self.group)
             return out if bias is None else out + bias
@@ -74,7 +82,7 @@ class Region:
 
     def break_off(self) -> None:
         """A forward raised, maybe between the entrance and the exit: the next one begins outside, on all ranks."""
-        self._seen = self._entered = None
+        self._forget()
         if self._random is not None:
             self._random.break_off()
 
@@ -98,10 +106,12 @@ class Region:
 
 
 class _Parallel(_Fused):
-    """cuts: see cut.py. region: shared with the other layers of it. gathers: the outputs come together at the end."""
+    """cuts: see cut.py. region: shared with the other layers of it; member: which of those that read its input this is.
+    gathers: the outputs come together at the end."""
 
     cuts: dict[str, Cut]
     region: Region
+    member = 0
     gathers = False
     weight: Tensor
     bias: Tensor | None
@@ -118,7 +128,7 @@ class Column(_Parallel):
     """What a module that is cut by outputs is an instance of, beside its own class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        out = self._product(self.region.begin(input), self.bias)
+        out = self._product(self.region.begin(input, self.member), self.bias)
         if self.gathers:
             self.region.leave_random()
             return gather(out, self.region.group, -1, self._deepc_widths())
@@ -134,7 +144,7 @@ class Replicated(_Parallel):
     def forward(self, input: Tensor) -> Tensor:
         rows = self._deepc_rows
         bias = None if self.bias is None else self.bias.index_select(0, rows)
-        return F.linear(self.region.begin(input), self.weight.index_select(0, rows), bias)
+        return F.linear(self.region.begin(input, self.member), self.weight.index_select(0, rows), bias)
 
 
 class Row(_Parallel):
@@ -263,6 +273,7 @@ def cut_module(
     if kind in ("column", "row"):
         _rename_size(own, here, outputs=kind == "column", transposed=transposed)
         if kind == "column":
+            own.member = region.members
             region.members += 1
     elif kind == "head":
         own.out_features = here
@@ -335,7 +346,7 @@ def replicate_module(module: nn.Module, region: Region, heads: Sequence[int], si
         raise ArgumentError(f"{type(module).__name__} is no torch.nn.Linear")
     own = cast(Any, module)
     own._deepc_rows = torch.cat([torch.arange(h * size, (h + 1) * size, device="cpu") for h in heads])
-    own.cuts, own.region = {}, region
+    own.cuts, own.region, own.member = {}, region, region.members
     region.members += 1
     own.__class__ = _fused_class(type(module), Replicated)
     for p in (own.weight, own.bias):
