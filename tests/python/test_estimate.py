@@ -448,6 +448,21 @@ def test_nodes_that_share_tensors_unevenly_are_refused_as_a_run_refuses_them() -
             asked(make_model(), tensors, ranks_per_node=ranks, nodes=nodes, divide=cut)
 
 
+def test_what_a_run_with_a_1_bit_optimizer_refuses_is_refused() -> None:
+    onebit = {**config(1, micro=1), "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}
+
+    def cut(model: torch.nn.Module, *_: object) -> Divided:
+        return Divided(1, 10)
+
+    for key, value, said in (
+        ("tensor_parallel", {"autotp_size": 4}, "tensor_parallel.autotp_size above 1"),
+        ("gradient_allreduce_op", "sum", "gradient_allreduce_op sum"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"OneBitAdam with {said} does not exist"):
+            estimate(make_model(), {**onebit, key: value}, ranks_per_node=2, nodes=2, divide=cut)
+    assert estimate(make_model(), onebit, ranks_per_node=2, nodes=2).world == 4
+
+
 def test_reading_a_value_gets_a_guess_and_a_note() -> None:
     class Reads(torch.nn.Module):
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from .kinds.sgd import SGD
 from .onebit.dropin import OneBitAdam, OneBitLamb, ZeroOneAdam
 from .rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, core_rule
 from .states.formats import BYTES_OF_256
+
+if TYPE_CHECKING:
+    from ..config.tree import Config
 
 # deepc's own, by the name that a configuration gives them (in any case).
 OURS: dict[str, type[torch.optim.Optimizer]] = {
@@ -199,6 +202,41 @@ def copies_per_node(optimizer: torch.optim.Optimizer, stage: int) -> bool:
     """Whether masters and states are cut over the ranks of a node, and every node has all of them."""
     rule = core_rule(optimizer)
     return rule is not None and rule.kind == ONEBIT and stage > 0
+
+
+def check_alone(
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    *,
+    staged: bool,
+    tp: int,
+    sp: int,
+    ep: int,
+    further: Mapping[str, bool] | None = None,
+) -> None:
+    """UnsupportedError for a 1-bit optimizer beside what it does not go with: a model that ranks share (in a pipeline:
+    staged; tp, sp, ep of them), other keys of the configuration, and what is true of `further`."""
+    if (rule := core_rule(optimizer)) is None or rule.kind != ONEBIT:
+        return
+    limits = {
+        **(further or {}),
+        "pipeline.stages above 1": staged,
+        "tensor_parallel.autotp_size above 1": tp > 1,
+        "sequence_parallel_size above 1": sp > 1,
+        "MoE with ep_size above 1": ep > 1,
+        '"precision": "auto"': config.precision is not None,
+        "deepc.deterministic": config.deepc.deterministic is not None,
+        "states or parameters on disk": any(config.zero.on_disk),
+        "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
+        f"data_types.grad_accum_dtype {config.data_types.grad_accum_dtype}": (
+            config.data_types.grad_accum_dtype != "fp32"
+        ),
+    }
+    if found := [what for what, here in limits.items() if here]:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} with {' and '.join(found)} does not exist; remove that, or use AdamW"
+            " (docs/onebit.md)"
+        )
 
 
 def check_on_disk(optimizer: torch.optim.Optimizer) -> None:

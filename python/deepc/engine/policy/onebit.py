@@ -13,6 +13,7 @@ from ...comm.groups import MultiNodeGroup, SoloGroup, TorchGroup
 from ...comm.internode.onebit import NodeExchange
 from ...core.ops import torch_dtype as tensor_dtype
 from ...errors import UnsupportedError
+from ...optim.factory import check_alone
 from ...plan.layout import Layout
 from ...plan.mesh import Mesh
 from ...plan.plan import Plan
@@ -145,28 +146,14 @@ class OneBitSteps(Plain):
 
     def check_optimizer(self) -> None:
         engine, config = self._engine, self._engine._config
-        name = type(engine.optimizer.base).__name__
         mesh, on_gpus, stage = engine.mesh, engine.device.type == "cuda", config.zero.stage
-        limits = {
+        further = {
             f"ranks on {engine.device.type}": engine.device.type not in ("cpu", "cuda"),
             f"ZeRO stage {stage} and several ranks on GPUs": on_gpus and stage > 0 and engine.everyone.world > 1,
             "offload_optimizer on a GPU": on_gpus and config.zero.offload_optimizer.device != "none",
-            "pipeline.stages above 1": engine.part is not None,
-            "tensor_parallel.autotp_size above 1": mesh.tp > 1,
-            "sequence_parallel_size above 1": mesh.sp > 1,
-            "MoE with ep_size above 1": mesh.ep > 1,
-            '"precision": "auto"': config.precision is not None,
-            "deepc.deterministic": config.deepc.deterministic is not None,
-            "states or parameters on disk": any(config.zero.on_disk),
-            "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
-            f"data_types.grad_accum_dtype {config.data_types.grad_accum_dtype}": (
-                config.data_types.grad_accum_dtype != "fp32"
-            ),
         }
-        if found := [what for what, here in limits.items() if here]:
-            raise UnsupportedError(
-                f"{name} with {' and '.join(found)} does not exist; remove that, or use AdamW (docs/onebit.md)"
-            )
+        base, staged = engine.optimizer.base, engine.part is not None
+        check_alone(base, config, staged=staged, tp=mesh.tp, sp=mesh.sp, ep=mesh.ep, further=further)
 
     @property
     def update(self) -> MomentumUpdate:

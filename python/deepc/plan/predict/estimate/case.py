@@ -15,6 +15,7 @@ from ....core.dtypes import dtype as dtype_named
 from ....core.ops import torch_dtype
 from ....errors import ArgumentError, UnsupportedError
 from ....optim.factory import (
+    check_alone,
     check_on_disk,
     check_optimizer,
     copies_per_node,
@@ -133,7 +134,7 @@ class Case:
         fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
         self._recompute_blocks(model)
         found = self._predict(model, loaded=loaded, gone=gone)
-        return among(changed(found, nodes=self.nodes), self, whole).to_dict()
+        return among(changed(found, world=self.ranks_per_node * self.nodes, nodes=self.nodes), self, whole).to_dict()
 
     def _predict(self, model: torch.nn.Module, staged: dryrun.Staged | None = None, **found: int) -> MemoryEstimate:
         """Of what this rank holds of the model. found: as of `predict`."""
@@ -288,6 +289,8 @@ class Case:
         elif not isinstance(base, torch.optim.Optimizer):
             base = base(params)
         check_optimizer(base, self.config.zero.stage, allow_untested=True)
+        sp = self.config.sequence_parallel_size
+        check_alone(base, self.config, staged=self.stages > 1, tp=self.tensor, sp=sp, ep=self.experts)
         if any(self.config.zero.on_disk):
             check_on_disk(base)
         group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
@@ -302,7 +305,6 @@ class Case:
                     f"{self.ranks_per_node} ranks a node and {world} for each of {self.stages} stages: an estimate of"
                     " stages that share nodes unevenly does not exist; use a number of ranks a node that one divides"
                 )
-            nodes = 1 if copies_per_node(base, self.config.zero.stage) else nodes
             mesh = Mesh(dp=ranks * nodes, ranks_per_node=ranks)
             return self._derived(base, named, group_of, mesh)
         share = self.tensor * self.experts
