@@ -838,6 +838,20 @@ class _Estimates(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] / group["d"] ** 0.5)
 
 
+class _Counts(torch.optim.Optimizer):
+    """Takes each element alone, and counts its steps in a tensor of its group."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "steps": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / float(group["steps"]))
+
+
 def _own_optimizer(rank, world, kind, stage, precision):
     """What the parameters are after two steps, after eval(), and after train() and another step."""
     import deepc
@@ -890,6 +904,7 @@ def _by_itself(kind):
         pytest.param(_ScheduleFree, 2, "bf16", marks=pytest.mark.full),
         pytest.param(_ScheduleFree, 3, "fp32", marks=pytest.mark.full),
         (_Estimates, 0, "fp32"),
+        (_Counts, 1, "fp32"),
     ],
 )
 def test_optimizers_that_keep_numbers_in_groups_and_have_modes(kind, stage, precision):

@@ -38,6 +38,8 @@ def tried(base: torch.optim.Optimizer, device: torch.device, seed: int) -> list[
                 torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device)) for _ in base.param_groups
             ]
             twin = twin_over(base, [[p] for p in params])
+            for group in twin.param_groups:  # what base keeps there, such as a count in a tensor, stays as it is
+                group.update({k: deepcopy(v) for k, v in group.items() if k != "params"})
             for _ in range(3):
                 for p in params:
                     p.grad = torch.randn(4, 4, dtype=torch.float32, device="cpu", generator=drawn).to(device)
