@@ -748,6 +748,30 @@ def test_what_is_set_of_a_param_group_in_flight_acts(name, options, change):
     engine.destroy()
 
 
+@pytest.mark.parametrize(("name", "state"), [("AdamW", {"amsgrad": True}), ("SGD", {"momentum": 0.9})])
+def test_a_state_that_is_left_out_in_flight_moves_too(name, state, tmp_path):
+    """To disk and back: when it is used again, it has what it had."""
+    import deepc
+
+    found = []
+    for moves in (True, False):
+        model = tiny.make_model()
+        made = getattr(deepc.optim, name)(model.parameters(), **state)
+        cfg = tiny.config(1, micro=8, precision="bf16", optimizer=None, clip=0.0)
+        engine, *_ = deepc.initialize(model=model, optimizer=made, config=cfg)
+        for step in range(4):
+            made.param_groups[0].update({k: made.defaults[k] if step != 1 else type(v)(0) for k, v in state.items()})
+            if moves and step == 1:
+                engine.offload_states(str(tmp_path))
+            elif moves and step == 3:
+                engine.reload_states()
+            engine.backward(engine(*tiny.make_batch(step)))
+            assert engine.step().applied
+        found.append([engine.full_fp32_param(p).clone() for p in model.parameters()])
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_step_of_ones_own_is_made():
     """A class that is derived from deepc's: the core does not step in its place."""
     import deepc

@@ -595,7 +595,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
     if plan.disk is not None:
         failure: Exception | None = None
         try:
-            tier = open_tier(plan, engine.optimizer.names_on_disk())
+            tier = open_tier(plan, engine.optimizer.names_on_disk)
             undo.callback(tier.close)
         except DeepcError as exc:
             failure = exc

@@ -80,7 +80,7 @@ def _move(engine: EngineBase, plan: Plan) -> None:
         try:
             if plan.disk is not None:
                 preflight(plan)
-                tier = open_tier(plan, optimizer.names_on_disk())
+                tier = open_tier(plan, optimizer.names_on_disk)
                 undo.callback(tier.close)
             state.tier = tier
             there = state.states("master") if master is not None else None

@@ -98,6 +98,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._no_scaler = StaticLossScaler()
         self.loss_scaler: StaticLossScaler | DynamicLossScaler = self._no_scaler  # in fp16 the engine's
         check_optimizer(base, stage, allow_untested)
+        # For the plan, of the groups as they are now: a state that they leave out later (amsgrad, momentum) stays.
+        self.moments = moments_of(base)  # fp32 tensors per element (torch optimizers other than Adam: counted as 2)
+        self.state_bytes = state_bytes_of(base)  # of 256 elements of one of these, with its scales
+        self.whole_blocks = steps_whole_blocks(base)  # whether states on disk are stepped in whole blocks alone
+        self.form_on_disk = form_on_disk(base)  # (state arrays on disk, bytes of 256 elements of one)
+        self.names_on_disk = names_on_disk(base)  # of these arrays
         self._refuse_hooks()
         self._hook_tables()
         self.take_groups()
@@ -180,30 +186,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.base
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
-    @property
-    def moments(self) -> int:
-        """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
-        return moments_of(self.base)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of 256 elements of one of these tensors, with its scales."""
-        return state_bytes_of(self.base)
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether states on disk are stepped in whole blocks alone (for the plan)."""
-        return steps_whole_blocks(self.base)
-
-    @property
-    def form_on_disk(self) -> tuple[int, int]:
-        """(state arrays on disk, bytes of 256 elements of one), for the plan."""
-        return form_on_disk(self.base)
-
-    def names_on_disk(self) -> tuple[str, ...]:
-        """Of the state arrays on disk."""
-        return names_on_disk(self.base)
-
     def attach(self, state: ModelState, group_of: list[int], sharers: Sharers | None = None) -> None:
         """Binds the update to this rank's share. group_of[i]: param group of flat parameter i. sharers: the ranks that
         hold the other shards of parameters, where these are cut."""
