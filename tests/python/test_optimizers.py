@@ -449,6 +449,29 @@ class Careless(torch.optim.Optimizer):
                     p.grad = None
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Is made of another optimizer, not of parameters."""
+
+    def __init__(self, base_optimizer, k=6):
+        self.base_optimizer, self.k = base_optimizer, k
+        self.param_groups, self.defaults = base_optimizer.param_groups, base_optimizer.defaults
+        self.state = base_optimizer.state
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+def test_an_optimizer_around_another_one_is_refused():
+    model = tiny.make_model()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match=r"Lookahead: deepc steps .* raised AttributeError: .*pass that one"):
+        deepc.initialize(model=model, optimizer=optimizer, config=tiny.config(0, micro=8, optimizer=None))
+    engine, *_ = deepc.initialize(
+        model=model, optimizer=optimizer.base_optimizer, config=tiny.config(0, micro=8, optimizer=None)
+    )
+    engine.destroy()
+
+
 def _trained_with(make_optimizer, rank, world, stage, precision="fp32"):
     model = tiny.make_model()
     config = tiny.config(

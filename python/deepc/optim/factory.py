@@ -253,14 +253,17 @@ def twin_over(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Another optimizer of the same class, arguments and settings over other parameters, one list for each of its
-    groups."""
-    twin = type(optimizer)(
-        [
-            {**{k: v for k, v in g.items() if k != "params"}, "params": list(ps)}
-            for g, ps in zip(optimizer.param_groups, groups)
-        ],
-        **_arguments_of(optimizer)[0],
-    )
+    groups. UnsupportedError if its class makes none of them."""
+    own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    try:
+        twin = type(optimizer)([{**g, "params": list(ps)} for g, ps in zip(own, groups)], **_arguments_of(optimizer)[0])
+    except Exception as exc:  # of a class of a user's
+        name = type(optimizer).__name__
+        raise UnsupportedError(
+            f"optimizer {name}: deepc steps shards with another one of its class, made as {name}(param groups, its"
+            f" arguments), which raised {type(exc).__name__}: {exc}. One that is made of another optimizer (Lookahead)"
+            " can't be made so: pass that one, or a class that takes param groups"
+        ) from exc
     twin.defaults = dict(optimizer.defaults)
     for name, value in vars(optimizer).items():  # AdaBelief's `rectify` and the like are neither defaults nor in groups
         if name not in _TORCHS_OWN and _is_setting(value):

@@ -191,12 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         hold the other shards of parameters, where these are cut."""
         self._state, self._group_of, self._sharers, self._sender = state, group_of, sharers, Sender(state)
         self._tell_of_states()
-        _refuse_calls(self.base)
         if self.core:
             self._attach_core()
         else:
             self._twin = TwinUpdate(state, self.base, group_of, sharers is not None, self._sender)
             self._take_modes()
+        _refuse_calls(self.base)
 
     def _take_modes(self) -> None:
         """Schedule-free optimizers' train() and eval() change the parameters: those of `base`, and this one's, are made
