@@ -8,6 +8,7 @@ import copy
 import numpy as np
 import onebit_reference as reference
 import pytest
+import tiny
 import torch
 from ranks import on_nodes, run_ranks
 
@@ -583,6 +584,40 @@ def test_masks_frozen_and_uncompressed_parameters_and_state_dicts(rotated):
     assert all(torch.equal(a, b) for a, b in zip(one[0], two[0]))
     assert "folded" in one[2] and "rank 1 of 2" in one[2]
     assert torch.equal(one[3], two[3])
+
+
+@pytest.mark.parametrize("how", ["view", "load_module_state_dict", "load_checkpoint"])
+def test_weights_that_are_set_between_two_exchanges_stay(how, tmp_path):
+    """Ranks of 0/1 Adam that step by themselves go on from where they were equal last: from these."""
+    import deepc
+
+    model = torch.nn.Linear(64, 8, bias=False)
+    options = dict(var_freeze_step=1, local_step_scaler=1, local_step_clipper=4)
+    optimizer = deepc.optim.ZeroOneAdam(model.parameters(), lr=1e-8, **options)
+    engine, *_ = deepc.initialize(model=model, optimizer=optimizer, config=tiny.config(0, micro=8, optimizer=None))
+    want = torch.full_like(model.weight, 5.0)
+
+    def steps(*numbers):
+        for n in numbers:
+            engine.backward(engine(torch.randn(8, 64, generator=torch.Generator().manual_seed(n))).square().mean())
+            assert engine.step().applied
+
+    steps(1, 2, 3, 4)
+    if how == "load_checkpoint":
+        deepc.view(model.weight).fp32 = want
+        engine.save_checkpoint(tmp_path)
+        deepc.view(model.weight).fp32 = torch.zeros_like(want)
+    steps(5, 6)
+    assert engine.optimizer.across.method.lrs[0] > 0  # the next exchange is at step 8
+    if how == "view":
+        deepc.view(model.weight).fp32 = want
+    elif how == "load_module_state_dict":
+        engine.load_module_state_dict({"weight": want})
+    else:
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+    steps(7, 8, 9)
+    torch.testing.assert_close(engine.full_fp32_param(model.weight), want, rtol=0, atol=1e-2)
+    engine.destroy()
 
 
 def _paused(rank, world):

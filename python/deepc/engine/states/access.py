@@ -320,6 +320,7 @@ class _Access:
         self._write_together(self._catch_up)
         engine.group.barrier()  # nobody reads the old values any more
         self._write_together(write)
+        engine.optimizer.rewritten([self.index])
         if engine.plan.parameters_as:  # quantised blocks are made of whole shards
             strays = [i for i in engine.state.changed() if i != self.index]
             engine.guard.publish()
@@ -556,6 +557,7 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
             engine.module.load_state_dict(state_dict, strict=strict)
         if engine.plan.stage < 3:
             engine.guard.modified(params)
+            engine.optimizer.rewritten(i for i, n in enumerate(engine.state.names) if n in state_dict)
         return
     engine.guard.refuse_writes()
     private = [p for p in params if not casts(p)]

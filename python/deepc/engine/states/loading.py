@@ -172,6 +172,9 @@ def _load(engine: EngineBase, reader: CheckpointReader, state: dict[str, Any], w
             _load_states(engine, reader)
             _load_own(engine, reader, saved["optimizer"])
             scalars = _scalars(engine, reader)
+        else:
+            there = {n.partition("/")[2] for n in reader.tensors if n.startswith(("fp32/", "frozen/"))}
+            engine.optimizer.rewritten(i for i, n in enumerate(names_of(engine)) if n in there)
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     together(engine, doing, failure)

@@ -133,6 +133,13 @@ class ZeroOneAdamMethod(Method):
         self._apart = {k for k in self._apart if not self.lrs[k]}
         self.lrs = [0.0] * self.wholes
 
+    def rewritten(self, whole: int) -> None:
+        """All ranks were given equal values of that parameter, in no step: what they have moved before is of others."""
+        self.lrs[whole] = 0.0
+        for k, item in zip(self.of, self.items):
+            if k == whole:
+                item.states["momentum_accumulator"].zero_()
+
     def _moved(self) -> list[tuple[int, Item]]:
         """(its index, item) of what has moved since the ranks were last equal."""
         return [(i, item) for i, item in enumerate(self.items) if self.lrs[self.of[i]] and item.param.numel()]

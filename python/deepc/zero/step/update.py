@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -421,6 +421,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._left_out = indices
         if self.core:
             self._arrange()
+
+    def rewritten(self, params: Iterable[int]) -> None:
+        """All ranks were given equal values of these parameters, in no step."""
+        if isinstance(self._across, MomentumUpdate):
+            self._across.rewritten(params)
 
     # ---- the update --------------------------------------------------------------------------------------------------
     @torch.no_grad()

@@ -4,7 +4,7 @@ and 2 a node has them once, cut over its ranks, and its gradients are averaged i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ....optim.onebit.dropin import OneBitOptimizer
 from ....optim.onebit.exchange import exchange_over
 from ....optim.onebit.method import Item, Method
 from ....optim.onebit.places import taken
+from ....optim.onebit.zeroone import ZeroOneAdamMethod
 from ....plan.layout import Segment
 from ...state import ModelState
 from ...tiers.windows import Window
@@ -42,7 +43,7 @@ class MomentumUpdate(AcrossUpdate):
         self._state, self._groups, self._group_of = state, groups, group_of
         exchange = base.exchange or exchange_over(base.group, base.hierarchical, state.state_device)
         numels, here = state.plan.layout.numels, {s.param for s in state.plan.segments}
-        number = {param: k for k, param in enumerate(p for p, n in enumerate(numels) if n)}
+        self._number = number = {param: k for k, param in enumerate(p for p, n in enumerate(numels) if n)}
         # every rank has an item of every parameter: of those that lie on others of its node an empty one
         none = [Segment(param, 0, 0, 0, 0) for param in number if param not in here]
         self._segments = sorted([*state.plan.segments, *none], key=lambda s: (s.param, s.param_begin))
@@ -77,6 +78,12 @@ class MomentumUpdate(AcrossUpdate):
     def leave_out(self, indices: frozenset[int]) -> None:
         for s, item in zip(self._segments, self.method.items):
             item.out = s.param in indices
+
+    def rewritten(self, params: Iterable[int]) -> None:
+        """All ranks were given equal values of these, in no step. They had others in 0/1 Adam alone."""
+        if isinstance(self.method, ZeroOneAdamMethod):
+            for param in self._number.keys() & set(params):
+                self.method.rewritten(self._number[param])
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def update(self, grad_scale: float, counts: StepCounts) -> None:
