@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc.errors import ArgumentError, MisuseError, UnsupportedError
+from deepc.errors import ArgumentError, DeepcError, MisuseError, UnsupportedError
 from deepc.parallel.expert import TopKGate
 from plainly import adam_config as config
 from ranks import run_ranks as _run_ranks
@@ -169,6 +169,13 @@ def _adapted(rank, world):
     for batch, text in wrong:  # one rank's batch is: all ranks say so, none waits
         with pytest.raises(ValueError, match=text):
             next(UlyssesSPDataLoaderAdapter([batch if rank == 0 else whole], rank % 2, group, 2))
+
+    def broken():
+        yield from ([whole] if rank else ())
+        raise OSError("the disk is gone")
+
+    with pytest.raises(DeepcError if rank else OSError, match="disk is gone"):
+        next(UlyssesSPDataLoaderAdapter(broken(), rank % 2, group, 2))
 
     class Epochs(list):
         def set_epoch(self, epoch):

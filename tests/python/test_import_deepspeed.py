@@ -520,6 +520,22 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, theirs, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "ds").iterdir()) == [TAG, "latest"]
 
 
+def test_copies_that_nodes_import_are_one_save(tmp_path, theirs):
+    _write(tmp_path / "ds", theirs, 2, 2)
+    shutil.copytree(tmp_path / "ds", tmp_path / "copy")
+    file = tmp_path / "copy" / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+    def token(source: str, to: str, **options) -> str:
+        import_checkpoint(tmp_path / source, tmp_path / to, **options)
+        with CheckpointReader(tmp_path / to) as reader:
+            return reader.token
+
+    first = token("ds", "a")
+    assert first == token("copy", "b") != token("ds", "c", optimizer=False)
+    _change(file, lambda saved: saved["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].add_(1.0))
+    assert token("copy", "d") != first
+
+
 def test_the_command_and_its_folders(tmp_path, theirs, capsys):
     best = np.float64(1.5)
     _write(tmp_path / "ds", theirs, 2, 2, client={"seen": {1}, "best": best, "all": np.arange(3)})

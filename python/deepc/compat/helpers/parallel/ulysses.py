@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....errors import ArgumentError, UnsupportedError
+from ....errors import ArgumentError, DeepcError, UnsupportedError
 from ....parallel.sequence.attention import attend
 from ....parallel.sequence.exchange import Way, exchange
 from ....parallel.sequence.models import Grouped
@@ -253,17 +253,19 @@ class UlyssesSPDataLoaderAdapter:
     def _fill(self) -> None:
         """Ends where the first rank's loader does, and begins again after that."""
         assert self._source is not None  # begun by who calls
-        batch, failure = next(self._source, None), None
         parts: Any
+        failure: Exception | None = None
         try:
+            batch = next(self._source, None)
             parts = None if batch is None else self._parts(batch)
-        except ArgumentError as exc:  # told to the others, who wait for this rank's parts
-            parts, failure = exc, exc
+        except Exception as exc:  # told to the others, who wait for this rank's parts
+            failure, said = exc, f"rank {dist.get_rank()} has no batch: {type(exc).__name__}: {exc}"
+            parts = exc if isinstance(exc, ArgumentError) else DeepcError(f"UlyssesSPDataLoaderAdapter: {said}")
         given: list[Any] = [None] * self.sp_world_size
         dist.all_gather_object(given, parts, group=self.sp_group)
         if failure is not None:
             raise failure
-        if bad := next((g for g in given if isinstance(g, ArgumentError)), None):
+        if bad := next((g for g in given if isinstance(g, DeepcError)), None):
             raise bad
         if any(g is None for g in given):
             self._begin_anew()
