@@ -22,7 +22,7 @@
 #define DC__CAT(a, b, c) DC__CAT2(a, b, c)
 /* DC_BODY(cast) is dc__cast_avx2 in the AVX2 build, and so on. */
 #define DC_BODY(name) DC__CAT(dc__, name, DC_ISA)
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(DEEPC_EMULATED)
 /* The same operations in a function each: every layout's own copy of a loop takes most of the time to compile
  * (packed.c: 37 s and 3 s). */
 #define DC_INLINE static inline
