@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from .kinds.sgd import SGD
 from .onebit.dropin import OneBitAdam, OneBitLamb, ZeroOneAdam
 from .rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, core_rule
 from .states.formats import BYTES_OF_256
-
-if TYPE_CHECKING:
-    from ..config.tree import Config
 
 # deepc's own, by the name that a configuration gives them (in any case).
 OURS: dict[str, type[torch.optim.Optimizer]] = {
@@ -204,35 +201,13 @@ def copies_per_node(optimizer: torch.optim.Optimizer, stage: int) -> bool:
     return rule is not None and rule.kind == ONEBIT and stage > 0
 
 
-def check_alone(
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    *,
-    staged: bool,
-    tp: int,
-    sp: int,
-    ep: int,
-    further: Mapping[str, bool] | None = None,
-) -> None:
-    """UnsupportedError for a 1-bit optimizer beside what it does not go with: a model that ranks share (in a pipeline:
-    staged; tp, sp, ep of them), other keys of the configuration, and what is true of `further`."""
-    if (rule := core_rule(optimizer)) is None or rule.kind != ONEBIT:
+def check_alone(optimizer: torch.optim.Optimizer, beside: Mapping[str, bool]) -> None:
+    """UnsupportedError for a 1-bit optimizer with what it does not go with. beside: what that is, and whether it is
+    there."""
+    rule = core_rule(optimizer)
+    if rule is None or rule.kind != ONEBIT:
         return
-    limits = {
-        **(further or {}),
-        "pipeline.stages above 1": staged,
-        "tensor_parallel.autotp_size above 1": tp > 1,
-        "sequence_parallel_size above 1": sp > 1,
-        "MoE with ep_size above 1": ep > 1,
-        '"precision": "auto"': config.precision is not None,
-        "deepc.deterministic": config.deepc.deterministic is not None,
-        "states or parameters on disk": any(config.zero.on_disk),
-        "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
-        f"data_types.grad_accum_dtype {config.data_types.grad_accum_dtype}": (
-            config.data_types.grad_accum_dtype != "fp32"
-        ),
-    }
-    if found := [what for what, here in limits.items() if here]:
+    if found := [what for what, here in beside.items() if here]:
         raise UnsupportedError(
             f"{type(optimizer).__name__} with {' and '.join(found)} does not exist; remove that, or use AdamW"
             " (docs/onebit.md)"

@@ -112,6 +112,23 @@ def is_streamed(config: Config, mesh: Mesh, machine: Machine) -> bool:
     return config.zero.stage == 3 and (alone or config.zero.parameters_leave(machine.kind))
 
 
+def beside_onebit(config: Config, *, staged: bool, tp: int, sp: int, ep: int) -> dict[str, bool]:
+    """What 1-bit optimizers do not go with, and whether it is there: ranks that share the model (in a pipeline: staged;
+    tp, sp, ep of them), other keys."""
+    dtype = config.data_types.grad_accum_dtype
+    return {
+        "pipeline.stages above 1": staged,
+        "tensor_parallel.autotp_size above 1": tp > 1,
+        "sequence_parallel_size above 1": sp > 1,
+        "MoE with ep_size above 1": ep > 1,
+        '"precision": "auto"': config.precision is not None,
+        "deepc.deterministic": config.deepc.deterministic is not None,
+        "states or parameters on disk": any(config.zero.on_disk),
+        "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
+        f"data_types.grad_accum_dtype {dtype}": dtype != "fp32",
+    }
+
+
 def derive(
     config: Config,
     meta: Iterable[ParamMeta],

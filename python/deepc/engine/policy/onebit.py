@@ -14,6 +14,7 @@ from ...comm.internode.onebit import NodeExchange
 from ...core.ops import torch_dtype as tensor_dtype
 from ...errors import UnsupportedError
 from ...optim.factory import check_alone
+from ...plan.derive import beside_onebit
 from ...plan.layout import Layout
 from ...plan.mesh import Mesh
 from ...plan.plan import Plan
@@ -147,13 +148,13 @@ class OneBitSteps(Plain):
     def check_optimizer(self) -> None:
         engine, config = self._engine, self._engine._config
         mesh, on_gpus, stage = engine.mesh, engine.device.type == "cuda", config.zero.stage
-        further = {
+        beside = {
             f"ranks on {engine.device.type}": engine.device.type not in ("cpu", "cuda"),
             f"ZeRO stage {stage} and several ranks on GPUs": on_gpus and stage > 0 and engine.everyone.world > 1,
             "offload_optimizer on a GPU": on_gpus and config.zero.offload_optimizer.device != "none",
         }
-        base, staged = engine.optimizer.base, engine.part is not None
-        check_alone(base, config, staged=staged, tp=mesh.tp, sp=mesh.sp, ep=mesh.ep, further=further)
+        beside |= beside_onebit(config, staged=engine.part is not None, tp=mesh.tp, sp=mesh.sp, ep=mesh.ep)
+        check_alone(engine.optimizer.base, beside)
 
     @property
     def update(self) -> MomentumUpdate:

@@ -27,7 +27,7 @@ from ....optim.factory import (
     takes_core_path,
     twin_over,
 )
-from ...derive import Machine, derive, meta_of
+from ...derive import Machine, beside_onebit, derive, meta_of
 from ...mesh import Mesh
 from ...plan import SLOTS
 from .figures import MemoryEstimate, Row, changed, from_dict
@@ -290,7 +290,8 @@ class Case:
             base = base(params)
         check_optimizer(base, self.config.zero.stage, allow_untested=True)
         sp = self.config.sequence_parallel_size
-        check_alone(base, self.config, staged=self.stages > 1, tp=self.tensor, sp=sp, ep=self.experts)
+        staged = self.stages > 1
+        check_alone(base, beside_onebit(self.config, staged=staged, tp=self.tensor, sp=sp, ep=self.experts))
         if any(self.config.zero.on_disk):
             check_on_disk(base)
         group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
