@@ -290,8 +290,8 @@ class Case:
             base = base(params)
         check_optimizer(base, self.config.zero.stage, allow_untested=True)
         sp = self.config.sequence_parallel_size
-        staged = self.stages > 1
-        check_alone(base, beside_onebit(self.config, staged=staged, tp=self.tensor, sp=sp, ep=self.experts))
+        beside = beside_onebit(self.config, staged=self.stages > 1, tp=self.tensor, sp=sp, ep=self.experts)
+        check_alone(base, beside)
         if any(self.config.zero.on_disk):
             check_on_disk(base)
         group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
