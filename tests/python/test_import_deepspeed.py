@@ -520,7 +520,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, theirs, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "ds").iterdir()) == [TAG, "latest"]
 
 
-def test_copies_that_nodes_import_are_one_save(tmp_path, theirs):
+def test_copies_that_nodes_import_are_one_save(tmp_path, theirs, monkeypatch):
+    paths, publish = [], importing.CheckpointWriter.publish
+    monkeypatch.setattr(
+        importing.CheckpointWriter, "publish", lambda w, *args: (paths.append(Path(w.path).name), publish(w, *args))[1]
+    )
     _write(tmp_path / "ds", theirs, 2, 2)
     shutil.copytree(tmp_path / "ds", tmp_path / "copy")
     file = tmp_path / "copy" / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -534,6 +538,7 @@ def test_copies_that_nodes_import_are_one_save(tmp_path, theirs):
     assert first == token("copy", "b") != token("ds", "c", optimizer=False)
     _change(file, lambda saved: saved["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].add_(1.0))
     assert token("copy", "d") != first
+    assert len(set(paths)) == 4  # of imports at the same time none writes into another's files
 
 
 def test_the_command_and_its_folders(tmp_path, theirs, capsys):

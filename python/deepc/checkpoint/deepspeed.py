@@ -583,7 +583,8 @@ def import_checkpoint(
         whole = _read(folder, optimizer)
     encode_client_state(whole.engine, "the state of the run")
     fresh = not os.path.isdir(out)
-    writer = CheckpointWriter(out, name, token=_token(folder, optimizer))
+    writer = CheckpointWriter(out, name)
+    writer.token = _token(folder, optimizer) or writer.token  # what is not there yet lies under a name of its own
     done = False
     try:
         _write(writer, whole)
