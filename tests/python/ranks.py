@@ -409,7 +409,13 @@ def _run_job(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-OPTIONAL = ("transformers", "accelerate", "peft", "safetensors")  # what a machine without a network may lack
+OPTIONAL = (
+    "transformers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "lightning",
+)  # what a machine without a network may lack
 
 
 def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:

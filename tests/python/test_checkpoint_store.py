@@ -528,7 +528,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
 
 KILLED = """
 import os, sys, torch
-from deepc.checkpoint import store, tool
+from deepc.checkpoint import store
 from deepc.checkpoint.store import CheckpointWriter
 steps = int(sys.argv[2])
 count = 0

@@ -600,8 +600,6 @@ def _fabric(rank: int, world: int, folder: str) -> tuple[list[float], int, bool]
 
 @pytest.mark.full
 def test_lightnings_fabric_trains_as_plain_pytorch(tmp_path):
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("needs lightning")
     env = {"DEEPC_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""}
     ranks = run_ranks(_fabric, WORLD, args=(str(tmp_path),), env=env, fresh=True)
     model = tiny.make_model()

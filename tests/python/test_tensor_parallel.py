@@ -256,6 +256,15 @@ def train(rank, world, family, mesh, config, options=None):
     return losses, grads, norm
 
 
+def in_halves(model):
+    """The engine of a model that two ranks share."""
+    import deepc
+
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}, "optimizer": sgd}
+    return deepc.initialize(model=model, config=config)[0]
+
+
 def check(family, world, mesh, config, options=None):
     ((want, whole, norm),) = run_ranks(train, 1, family, {}, {}, options)
     names = set()
@@ -378,14 +387,7 @@ def _dtensors(rank, world):
     whole = {n: t.clone() for n, t in model.state_dict().items()}
     ids = torch.arange(12).view(2, 6)
     logits = model.eval()(ids).logits
-    engine, *_ = deepc.initialize(
-        model=model,
-        config={
-            "train_batch_size": 2,
-            "tensor_parallel": {"autotp_size": 2},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        },
-    )
+    engine = in_halves(model)
     with pytest.raises(deepc.errors.MisuseError, match="got different batches: tensor-parallel rank 1"):
         engine(ids + rank)
     near(engine(ids).logits, logits.detach())
@@ -479,7 +481,6 @@ def test_names_of_deepspeed(world):
 
 # ---- what is equal, and what is not ----------------------------------------------------------------------------------
 def _dropout(rank, world, again):
-    import deepc
     from deepc.parallel.tensor.cut import cuts_of
 
     torch.manual_seed(7 + rank)  # ranks of one tensor group go on with the first one's numbers
@@ -487,14 +488,7 @@ def _dropout(rank, world, again):
     torch.manual_seed(7 + rank)
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = deepc.initialize(
-        model=model,
-        config={
-            "train_batch_size": 2,
-            "tensor_parallel": {"autotp_size": 2},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        },
-    )
+    engine = in_halves(model)
     inside = []
     model.transformer.h[0].attn.c_proj.register_forward_pre_hook(lambda m, args: inside.append(args[0].detach()))
     state = []
@@ -518,19 +512,11 @@ def test_dropout_is_equal_outside_and_different_inside(again):
 
 
 def _crosses(rank, world, heads):
-    import deepc
     from deepc.parallel.tensor.cut import cuts_of
 
     drops = dict(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     model = transformer("gpt2", heads, add_cross_attention=True, n_embd=4 * heads, **drops).train()
-    engine, *_ = deepc.initialize(
-        model=model,
-        config={
-            "train_batch_size": 2,
-            "tensor_parallel": {"autotp_size": 2},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        },
-    )
+    engine = in_halves(model)
     inside = []
     model.transformer.h[0].crossattention.c_proj.register_forward_pre_hook(lambda m, args: inside.append(args[0]))
     draw = torch.Generator().manual_seed(0)
@@ -549,19 +535,11 @@ def test_attention_to_another_sequence_drops_as_that_to_its_own(heads):
 
 
 def _raises_inside(rank, world):
-    import deepc
     from deepc.parallel.tensor.cut import cuts_of
     from deepc.parallel.tensor.layers import Column
 
     model = transformer("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
-    engine, *_ = deepc.initialize(
-        model=model,
-        config={
-            "train_batch_size": 2,
-            "tensor_parallel": {"autotp_size": 2},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        },
-    )
+    engine = in_halves(model)
     ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def fail(module, args):
