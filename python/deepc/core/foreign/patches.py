@@ -64,6 +64,12 @@ PATCHES = (
         "DEEPC_CHUNKED_LOSS=0",
     ),
     Patch(
+        "transformers-loss",
+        "PreTrainedModel.loss_function of transformers, from the first engine on a CPU",
+        "a language model's 16-bit logits are cast to fp32 by chunks in its loss, with the same bits, not as a whole",
+        "DEEPC_CHUNKED_LOSS=0",
+    ),
+    Patch(
         "threads",
         "torch's number of threads, set to 1 by deterministic layouts and in the dry run's forked children",
         "the order of additions depends on it; a forked child has no OpenMP threads to wait for",

@@ -566,10 +566,11 @@ def check_disk(engine: EngineBase) -> None:
 def choose_kernels(engine: EngineBase) -> None:
     """Of torch's operators on a CPU: products of fp32 and bf16 are the core's where torch's are slow, other 16-bit ones
     without the arithmetic, or where it is slow, go through fp32, so does attention, and the loss goes by rows."""
-    from ...nn.aten import attention, cross_entropy, matmul
+    from ...nn.aten import attention, cross_entropy, matmul, upcast
 
     if engine.device.type == "cpu":
         cross_entropy.install()
+        upcast.install()
     dtype = torch_dtype(engine.plan.computes_in)
     own, why = matmul.choose_own(engine.device), matmul.choose(dtype, engine.device)
     if dtype in own:

@@ -18,7 +18,7 @@ from ....core.ops import casts
 from ....errors import ArgumentError
 from ....nn import loss as linear_loss
 from ....nn import rows
-from ....nn.aten import cross_entropy, matmul
+from ....nn.aten import cross_entropy, matmul, upcast
 from ..shapes import WithoutValues, Work
 from .gradients import Accumulators, Reducer
 from .heap import ShadowHeap, anonymous_bytes
@@ -255,6 +255,7 @@ def run(
     from ....core.foreign.private import FakeTensorMode
 
     cross_entropy.install()  # as initialize does
+    upcast.install()
     matmul.choose_own(torch.device("cpu"))
     matmul.choose(computes_in or dtype, torch.device("cpu"))
     linear_loss.dry = True
