@@ -91,7 +91,7 @@ def is_large(logits: Tensor, computes: torch.dtype) -> bool:
 def _takes(logits: Tensor, labels: Tensor, ignore_index: int, computes: torch.dtype) -> bool:
     """Rows of classes, large, each with a label that is a class: everything else is torch's, errors too. Not while the
     compiler traces, which fuses better, nor in torch.func's and forward-mode derivatives."""
-    if torch.compiler.is_compiling() or _is_foreign(logits) or _is_foreign(labels):
+    if torch.compiler.is_compiling() or is_foreign(logits) or is_foreign(labels):
         return False
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         return False
@@ -103,7 +103,8 @@ def _takes(logits: Tensor, labels: Tensor, ignore_index: int, computes: torch.dt
     return not bool((outside & (labels != ignore_index)).any())
 
 
-def _is_foreign(t: Tensor) -> bool:
+def is_foreign(t: Tensor) -> bool:
+    """Neither a CPU tensor nor a dry run's without values: a subclass, or one of torch.func's or the compiler's."""
     known = type(t) is Tensor or isinstance(t, private.FakeTensor)
     return not known or not private.has_value(t) or t.device.type != "cpu"
 

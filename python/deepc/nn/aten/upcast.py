@@ -123,10 +123,6 @@ class _LaterCast(TorchFunctionMode):
             return cross_entropy.widened(input, target, reduction, ignore_index)
 
 
-def _is_worth_it(t: Any) -> bool:
-    return (
-        isinstance(t, Tensor)
-        and t.dtype in (torch.bfloat16, torch.float16)
-        and t.device.type == "cpu"
-        and cross_entropy.is_large(t, torch.float32)
-    )
+def _is_worth_it(t: Tensor) -> bool:
+    narrow = t.dtype in (torch.bfloat16, torch.float16)
+    return narrow and cross_entropy.is_large(t, torch.float32) and not cross_entropy.is_foreign(t)
