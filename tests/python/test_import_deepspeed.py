@@ -79,6 +79,7 @@ def theirs(monkeypatch):
         "runtime.fp16.loss_scaler.DynamicLossScaler",
         "runtime.zero.config.ZeroStageEnum",
         "utils.tensor_fragment.fragment_address",
+        "checkpoint.universal_checkpoint.SubparamShape",
     ):
         module, _, name = f"deepspeed.{path}".rpartition(".")
         parts = module.split(".")
@@ -207,6 +208,28 @@ def _write(
     return wanted
 
 
+def _make_universal(path: Path, theirs, wanted: dict[str, torch.Tensor], stage: int) -> None:
+    """What ds_to_universal.py makes of a checkpoint that `_write` has written, in its place."""
+    groups = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR).state_dict()["param_groups"]
+    common = {"loss_scaler": _scaler(theirs), "zero_stage": theirs.ZeroStageEnum(stage)}
+    common["param_groups"] = [groups[0], {**groups[0], "weight_decay": 0.0}]
+    if stage == 3:
+        common["optimizer_state_dict"] = {"state": {0: {"step": torch.tensor(float(STEPS))}}}
+    for file in path.glob("*_optim_states.pt"):
+        file.unlink()
+    for full, value in wanted.items():
+        kind, _, name = full.partition("/")
+        if stage == 3 and kind in ("frozen", "buffer"):
+            continue
+        at, kind = path / "zero" / name, "fp32" if kind in ("frozen", "buffer") else kind
+        at.mkdir(parents=True, exist_ok=True)
+        whole = value.detach().float().clone()
+        torch.save(whole.view(-1) if stage == 3 else {"param": whole, "cat_dim": 0}, at / f"{kind}.pt")
+        if stage < 3 and full.startswith("fp32/"):
+            torch.save(torch.tensor(float(STEPS)), at / "step.pt")
+    torch.save(common, path / "zero" / "optimizer_state.pt")
+
+
 # ---- what becomes of them --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "stage, ranks, options",
@@ -240,6 +263,105 @@ def test_every_value_is_that_of_the_files(tmp_path, theirs, stage, ranks, option
     half = options.get("dtype") == torch.float16
     scaler = {"loss_scale": 1024.0, "hysteresis_left": 1, "step_count": 2, "last_overflow_step": 0}
     assert engine["scaler"] == (scaler if half else None)
+
+
+@pytest.mark.parametrize("stage, ranks, dtype", [(1, 2, torch.float16), (2, 3, torch.bfloat16), (3, 2, torch.float32)])
+def test_every_value_is_that_of_a_universal_checkpoint(tmp_path, theirs, stage, ranks, dtype):
+    wanted = _write(tmp_path / "ds", theirs, stage, ranks, dtype=dtype)
+    _make_universal(tmp_path / "ds" / TAG, theirs, wanted, stage)
+    (tmp_path / "ds" / "latest").rename(tmp_path / "ds" / "latest_universal")
+    shutil.copytree(tmp_path / "ds", tmp_path / "copy")
+    done = import_checkpoint(tmp_path / "ds", tmp_path / "new")
+    assert (done.stage, done.ranks, done.step, done.kinds) == (stage, ranks, STEPS, ("exp_avg", "exp_avg_sq"))
+    import_checkpoint(tmp_path / "copy", tmp_path / "again")
+    with CheckpointReader(tmp_path / "new") as reader, CheckpointReader(tmp_path / "again") as again:
+        reader.verify()
+        assert reader.token == again.token
+        assert set(reader.tensors) == set(wanted)
+        for name, value in wanted.items():
+            found = reader.tensor(name)
+            assert found.shape == value.shape and torch.equal(found, value), name
+        engine = reader.client_state()["engine"]
+    assert (engine["optimizer"]["step"], engine["ties"]) == (STEPS, {"head.weight": "tok.weight", "same": "scale"})
+    assert [g["weight_decay"] for g in engine["optimizer"]["param_groups"]] == [0.01, 0.0]
+    assert (engine["scaler"] or {}).get("loss_scale") == (1024.0 if dtype == torch.float16 else None)
+    import_checkpoint(tmp_path / "ds", tmp_path / "weights", optimizer=False)
+    with CheckpointReader(tmp_path / "weights") as reader:
+        assert {n.partition("/")[0] for n in reader.tensors} == {"fp32", "frozen", "buffer"}
+
+
+def _spread(path: Path, theirs, wanted: dict[str, torch.Tensor], pipeline: bool) -> None:
+    """A universal checkpoint of two tensor-parallel ranks, or of two stages."""
+    _make_universal(path, theirs, wanted, 2)
+    names = [n.removeprefix("fp32/") for n in wanted if n.startswith("fp32/")]
+
+    def alone(saved: dict, rank: int) -> None:
+        mine = names[rank::2] if pipeline else names
+        sizes = {n: torch.Size(wanted[f"fp32/{n}"].shape) for n in mine}
+        if not pipeline:  # cut in the first size; the vocabulary was padded
+            sizes = {n: torch.Size([-(-s[0] // 2), *s[1:]]) for n, s in sizes.items()}
+        saved |= {"buffer_names": [], "frozen_param_shapes": None, "shared_params": None, "param_shapes": [sizes]}
+        saved |= {"module": None if pipeline else {n: torch.zeros(s) for n, s in sizes.items()}, "mp_world_size": 2}
+
+    first = path / "mp_rank_00_model_states.pt"
+    shutil.copy(first, path / "mp_rank_01_model_states.pt")
+    for rank in range(2):
+        _change(path / f"mp_rank_0{rank}_model_states.pt", lambda saved, rank=rank: alone(saved, rank))
+    if pipeline:
+        torch.save({"weight": torch.zeros(3)}, path / "layer_00-model_states.pt")
+        return
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        _change(path / "zero" / "tok.weight" / f"{kind}.pt", lambda saved: saved.update(vocab_tensor=True))
+    shape = theirs.SubparamShape()
+    shape.partition_dim = 0
+    _change(path / "zero" / "mid.weight" / "fp32.pt", lambda saved: saved.update(sub_param_shape=shape))
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_tensor_parallel_ranks_and_stages_come_as_a_universal_checkpoint(tmp_path, theirs, pipeline):
+    wanted = _write(tmp_path / "ds", theirs, 2, 2)
+    _spread(tmp_path / "ds" / TAG, theirs, wanted, pipeline)
+    done = import_checkpoint(tmp_path / "ds", tmp_path / "new")
+    trained = {n: v for n, v in wanted.items() if n.partition("/")[0] in ("fp32", "exp_avg", "exp_avg_sq")}
+    assert done.parameters * 3 == len(trained) and done.step == STEPS
+    with CheckpointReader(tmp_path / "new") as reader:
+        assert set(reader.tensors) == set(trained)
+        for name, value in trained.items():
+            assert torch.equal(reader.tensor(name), value), name
+
+
+WRONG_UNIVERSAL = {
+    "a weight missing": (
+        lambda p: (p / "zero" / "mid.bias" / "fp32.pt").unlink(),
+        r"zero/mid\.bias/fp32\.pt is not there: the weights have 'mid\.bias'",
+    ),
+    "a moment of another shape": (
+        lambda p: torch.save({"param": torch.zeros(4)}, p / "zero" / "mid.bias" / "exp_avg.pt"),
+        r"exp_avg\.pt: 'mid\.bias' has shape \(4,\), and \(5,\) in the weights",
+    ),
+    "a weight of another shape": (
+        lambda p: torch.save({"param": torch.zeros(5, 4)}, p / "zero" / "mid.weight" / "fp32.pt"),
+        r"fp32\.pt: 'mid\.weight' has shape \(5, 4\), and \(5, 5\) in the weights",
+    ),
+    "no model": (lambda p: (p / "mp_rank_00_model_states.pt").unlink(), r"holds no checkpoint of DeepSpeed's"),
+    "amsgrad": (
+        lambda p: _change(p / "zero" / "optimizer_state.pt", lambda s: s["param_groups"][0].update(amsgrad=True)),
+        r"has no max_exp_avg_sq, .*amsgrad",
+    ),
+    "buffers of ranks": (
+        lambda p: _change(p / "mp_rank_00_model_states.pt", lambda s: s.update(mp_world_size=2)),
+        r"'cold\.bias' is a buffer or not trained, and of tensor-parallel ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_UNIVERSAL)
+def test_what_a_universal_checkpoint_lacks_is_told(tmp_path, theirs, what):
+    wanted = _write(tmp_path / "ds", theirs, 2, 2)
+    _make_universal(tmp_path / "ds" / TAG, theirs, wanted, 2)
+    change, match = WRONG_UNIVERSAL[what]
+    change(tmp_path / "ds" / TAG)
+    _refused(tmp_path, match)
 
 
 def _go_on(rank: int, world: int, folder: str, stage: int, steps: int) -> tuple[list[float], dict, dict]:
@@ -325,7 +447,12 @@ def _change(file: Path, change) -> None:
 
 
 def _stand_ins() -> list:
-    names = ("runtime.fp16.loss_scaler", "runtime.zero.config", "utils.tensor_fragment")
+    names = (
+        "runtime.fp16.loss_scaler",
+        "runtime.zero.config",
+        "utils.tensor_fragment",
+        "checkpoint.universal_checkpoint",
+    )
     rooms = [sys.modules[f"deepspeed.{n}"] for n in names if f"deepspeed.{n}" in sys.modules]
     return [v for room in rooms for v in vars(room).values() if isinstance(v, type)]
 
@@ -651,7 +778,19 @@ def _deepspeeds(rank: int, world: int, folder: str) -> dict:
             model=model, model_parameters=groups, config=config, dist_init_required=False
         )
         _train(engine, rank, world, 0, MORE)
-        engine.save_checkpoint(os.path.join(folder, f"{stage}-{precision}"), client_state={"epoch": 3})
+        saved, info = os.path.join(folder, f"{stage}-{precision}"), {"universal_checkpoint_version": 0.2}
+        engine.save_checkpoint(saved, client_state={"epoch": 3, "universal_checkpoint_info": info})
+        if stage and rank == 0:
+            from deepspeed.checkpoint import ds_to_universal
+
+            tag = f"global_step{MORE}"
+            options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+            made = os.path.join(folder, f"universal-{stage}-{precision}", tag)
+            ds_to_universal.main(
+                types.SimpleNamespace(
+                    input_folder=os.path.join(saved, tag), output_folder=made, inject_missing_state=False, **options
+                )
+            )
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
         def full(p, kind, stage=stage):
@@ -683,6 +822,16 @@ def _goes_on(rank: int, world: int, folder: str, cases: list) -> dict:
     return out
 
 
+def _are_those_of(reader: CheckpointReader, universal: Path, to: Path) -> None:
+    """What DeepSpeed's ds_to_universal.py made of it imports as the same checkpoint."""
+    import_checkpoint(universal, to)
+    with CheckpointReader(to) as other:
+        assert set(other.tensors) == set(reader.tensors)
+        for name in reader.tensors:
+            assert torch.equal(other.tensor(name), reader.tensor(name)), name
+        assert other.client_state() == reader.client_state()
+
+
 @pytest.mark.full
 def test_training_goes_on_as_in_deepspeed(tmp_path):
     """DeepSpeed, 2 ranks: 4 steps, a checkpoint, 4 more. deepc, 1 rank, another stage: loads it, 4 more."""
@@ -697,6 +846,8 @@ def test_training_goes_on_as_in_deepspeed(tmp_path):
         with CheckpointReader(tmp_path / f"new-{name}") as reader:
             for full, value in theirs[case][0].items():
                 assert torch.equal(reader.tensor(full).view(-1), value), (case, full)
+            if case[0]:
+                _are_those_of(reader, tmp_path / f"universal-{name}", tmp_path / f"also-{name}")
     ours = run_ranks(_goes_on, 1, args=(str(tmp_path), list(zip(CASES, (3, 3, 2, 2, 0)))), limit_s=600)[0]
     for case in CASES:
         client, steps, losses, weights = ours[case]

@@ -3,10 +3,13 @@
     TAG/mp_rank_00_model_states.pt                      stages 0 to 2: the module, counts, schedule, client state
     TAG/zero_pp_rank_R_mp_rank_00_model_states.pt       stage 3: the same of rank R, trained parameters left empty
     TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3: masters and optimizer states of rank R
+    TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, TAG/zero/optimizer_state.pt   universal: in place of the latter
 
 Stages 1 and 2 lay the parameters of a param group one after the other and cut that line into a part a rank, padded at
 its end (and between parameters, where the file says so). Stage 3 cuts each parameter into parts of ceil(n / ranks); a
-rank has its parts one after the other. At stage 0 the optimizer knows its parameters by number alone.
+rank has its parts one after the other. At stage 0 the optimizer knows its parameters by number alone. What
+ds_to_universal.py made holds whole parameters, of tensor-parallel ranks and stages of a pipeline too; those of stage 3
+without their shape.
 
 The files are pickles. They are read by torch's restricted unpickler, which makes what _ALLOWED lists and torch's own
 tensors and containers, and calls nothing else. Tensors stay in their files, which are mapped, until they are written,
@@ -24,7 +27,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -35,6 +38,7 @@ from ..optim.states.formats import ADAMW
 from .files import Source
 from .store import LATEST, CheckpointWriter, deepspeed_tags, encode_client_state
 
+_WHOLE, _COMMON = "zero", "optimizer_state.pt"  # of a universal checkpoint: its folder of parameters, its one file
 _CHUNK = 4 << 20  # elements that are converted at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "initial_lr")  # of a param group, what is taken
@@ -55,6 +59,7 @@ _ALLOWED: list[Any] = [
     (_Fields, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Fields, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Fields, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Fields, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
@@ -98,7 +103,7 @@ def _by_rank(folder: str, found: dict[int, str], count: int) -> list[str]:
         name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{lost[0]}", like)
         raise CheckpointError(
             f"{folder} has no {name}: it was saved by {count} ranks, and files of {len(found)} are there. Copy all of a"
-            " checkpoint (one that was made universal has none: import the one that it was made of)"
+            f" checkpoint (of one that was made universal its folder {_WHOLE})"
         )
     if more := sorted(set(found) - set(range(count))):
         raise CheckpointError(
@@ -106,6 +111,28 @@ def _by_rank(folder: str, found: dict[int, str], count: int) -> list[str]:
             " an earlier run of more ranks left there"
         )
     return [os.path.join(folder, found[r]) for r in range(count)]
+
+
+def _is_universal(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, _WHOLE, _COMMON))
+
+
+def _model_files(folder: str) -> list[str]:
+    """Paths of a universal checkpoint's, a process of tensor and pipeline parallelism each (of stage 3: a rank)."""
+    names = sorted(
+        n for n in os.listdir(folder) if re.fullmatch(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", n)
+    )
+    if not names:
+        raise CheckpointError(f"{folder} has no mp_rank_*_model_states.pt, which say what its parameters are")
+    return [os.path.join(folder, n) for n in names]
+
+
+def _all_files(folder: str) -> list[str]:
+    """Names, in an order of their own."""
+    if not _is_universal(folder):
+        return [found[rank] for found in _files(folder) for rank in sorted(found)]
+    paths = [os.path.join(at, n) for at, _, names in os.walk(os.path.join(folder, _WHOLE)) for n in names]
+    return sorted(os.path.relpath(p, folder) for p in (*paths, *_model_files(folder)))
 
 
 def _files(folder: str) -> tuple[dict[int, str], dict[int, str]]:
@@ -121,8 +148,9 @@ def _files(folder: str) -> tuple[dict[int, str], dict[int, str]]:
     ):
         if found := next((n for n in names if re.fullmatch(pattern, n)), None):
             raise CheckpointError(
-                f"{os.path.join(folder, found)}: {what} are not imported. DeepSpeed's zero_to_fp32.py, where it takes"
-                " the checkpoint, writes its weights as safetensors, which a model loads before deepc.initialize"
+                f"{os.path.join(folder, found)}: {what} are not imported as they lie here. DeepSpeed's"
+                " ds_to_universal.py, where it takes the checkpoint, makes one of it that import takes; its"
+                " zero_to_fp32.py writes the weights as safetensors, which a model loads before deepc.initialize"
             )
     prefix, whole = "", "mp_rank_00_model_states.pt"
     for name in names:
@@ -147,13 +175,12 @@ def _token(folder: str, optimizer: bool) -> str | None:
     """Of the new checkpoint: nodes that import copies of one get the same, by which ranks know that they load the same.
     torch.save writes zip files, with a checksum of each value; None where it was told to leave them out."""
     seen = hashlib.sha256(str(optimizer).encode())
-    for found in _files(folder):
-        for name in (found[rank] for rank in sorted(found)):
-            with zipfile.ZipFile(os.path.join(folder, name)) as archive:
-                inside = [(i.filename.partition("/")[2], i.file_size, i.CRC) for i in archive.infolist()]
-            if any(size and not checksum for _, size, checksum in inside):
-                return None
-            seen.update(json.dumps([name, inside]).encode())
+    for name in _all_files(folder):
+        with zipfile.ZipFile(os.path.join(folder, name)) as archive:
+            inside = [(i.filename.partition("/")[2], i.file_size, i.CRC) for i in archive.infolist()]
+        if any(size and not checksum for _, size, checksum in inside):
+            return None
+        seen.update(json.dumps([name, inside]).encode())
     return seen.hexdigest()[:16]
 
 
@@ -391,6 +418,58 @@ def _cut(whole: dict[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, list[
     return places, dict.fromkeys(range(ranks), begin)
 
 
+# ---- universal -------------------------------------------------------------------------------------------------------
+def _universal(
+    folder: str, shapes: Mapping[str, tuple[int, ...]], cut: bool, config: Any, optimizer: bool
+) -> tuple[_Optimizer, int]:
+    """The optimizer, and the ZeRO stage, of what ds_to_universal.py made. shapes: of the trained parameters, of one
+    tensor-parallel rank (cut) or whole."""
+    common = os.path.join(folder, _WHOLE, _COMMON)
+    saved = _load(common)
+    groups, inner = saved["param_groups"], saved.get("optimizer_state_dict", {}).get("state", {})
+    at: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        have = {k: os.path.join(folder, _WHOLE, name, f"{k}.pt") for k in ("fp32", *_MOMENTS, "step")}
+        at[name] = {k: p for k, p in have.items() if os.path.isfile(p)}
+        if "fp32" not in at[name]:
+            raise CheckpointError(f"{have['fp32']} is not there: the weights have '{name}'. Copy all of a checkpoint")
+    kinds = _kinds([{k: p for k, p in f.items() if k in _MOMENTS} for f in at.values()], groups, config, common)
+    if optimizer and _MOMENTS[2] in kinds:
+        raise CheckpointError(
+            f"{common}: a universal checkpoint has no {_MOMENTS[2]}, which AdamW has here (amsgrad). Import the"
+            " checkpoint that it was made of; --no-optimizer imports the weights"
+        )
+    out = _Optimizer({}, {}, {}, kinds if optimizer else (), groups=_groups(groups))
+    of_all = max((_step_of(s, {}) for s in inner.values()), default=0)  # stage 3
+    for key, (name, files) in enumerate(at.items()):
+        for kind in ("fp32", *out.kinds):
+            if kind in files:
+                out.lines.setdefault(kind, {})[key] = _Line([_parameter(files[kind], name, kind, out, shapes, cut)])
+        out.places[name] = [_Place(key, 0, math.prod(out.shapes[name]))]
+        out.steps[name] = int(_number(_load(files["step"]))) if "step" in files else of_all if out.kinds else 0
+    out.step = max(out.steps.values(), default=0)
+    out.steps = {n: step for n, step in out.steps.items() if step != out.step}
+    out.scaler = _scaler(saved.get("loss_scaler"))
+    return out, int(saved.get("zero_stage", 1))
+
+
+def _parameter(
+    path: str, name: str, kind: str, out: _Optimizer, shapes: Mapping[str, tuple[int, ...]], cut: bool
+) -> torch.Tensor:
+    """One value of a parameter, whole; its shape goes to out.shapes with the masters."""
+    found = _load(path)
+    value = found["param"] if isinstance(found, dict) else found
+    unpadded = isinstance(found, dict) and bool(found.get("vocab_tensor"))  # rows of a padded vocabulary are left out
+    flat = value.dim() == 1 and value.numel() == math.prod(shapes[name])
+    shape = shapes[name] if flat else tuple(value.shape)
+    if kind == "fp32":
+        out.shapes[name] = shape
+    if shape != out.shapes[name] or not (cut or unpadded or shape == shapes[name]):
+        wanted = shapes[name] if kind == "fp32" else out.shapes[name]
+        raise CheckpointError(f"{path}: '{name}' has shape {tuple(value.shape)}, and {wanted} in the weights")
+    return cast(torch.Tensor, value)
+
+
 # ---- stage 0 ---------------------------------------------------------------------------------------------------------
 def _unsharded(saved: Mapping[str, Any] | None, weights: dict[str, torch.Tensor], config: Any, path: str) -> _Optimizer:
     """weights: all parameters, in the module's order. saved: None: the weights alone."""
@@ -528,6 +607,8 @@ def locate(path: str | os.PathLike[str], tag: str | None) -> str:
         raise CheckpointError(f"{os.fspath(path)} holds no checkpoint of DeepSpeed's: no folder with *_model_states.pt")
     if tag is None:
         latest = os.path.join(folder, LATEST)
+        if not os.path.isfile(latest):
+            latest += "_universal"
         if os.path.isfile(latest):
             with open(latest, errors="replace") as f:
                 tag = f.readline().strip()
@@ -615,17 +696,29 @@ def _write(writer: CheckpointWriter, whole: _Whole) -> None:
 
 def _read(folder: str, optimizer: bool) -> _Whole:
     """What is in the files, its tensors still in them; CheckpointError unless they are of one save, and whole."""
-    model, optim = _files(folder)
-    path = os.path.join(folder, model[min(model)])
+    universal = _is_universal(folder)
+    model, optim = ({}, {}) if universal else _files(folder)
+    paths = _model_files(folder) if universal else [os.path.join(folder, model[min(model)])]
+    path = paths[0]
     first = _load(path)
     module, shapes, ranks = first["module"], first["param_shapes"], int(first["dp_world_size"])
-    if not isinstance(module, dict):
-        raise CheckpointError(f"{path} has no weights: stages of a pipeline are not imported")
-    if int(first.get("mp_world_size") or 1) != 1:
-        raise CheckpointError(f"{path}: weights of {first['mp_world_size']} tensor-parallel ranks are not imported")
     whole, config = os.path.basename(path).startswith("mp_rank"), first.get("ds_config")
+    cut = len({re.search(r"mp_rank_(\d+)", os.path.basename(p))[1] for p in paths}) > 1  # type: ignore[index]
+    cut = cut or int(first.get("mp_world_size") or 1) != 1
+    if not universal and not isinstance(module, dict):
+        raise CheckpointError(f"{path} has no weights: stages of a pipeline are imported of a universal checkpoint")
+    if not universal and cut:
+        raise CheckpointError(
+            f"{path}: weights of {first['mp_world_size']} tensor-parallel ranks are imported of a universal checkpoint"
+        )
     models = [first]
-    if not whole:
+    if universal:
+        models += [_load(p) for p in paths[1:]]
+        for other, p in zip(models, paths):
+            _same({k: first[k] for k in ("global_steps", "ds_version")}, other, path, p)
+        if cut or not isinstance(module, dict):
+            module = _nothing_beside_trained(models, path)
+    elif not whole:
         models += [_load(p) for p in _by_rank(folder, model, ranks)[1:]]
         for other, p in zip(models, _by_rank(folder, model, ranks)):
             _same({k: first[k] for k in ("dp_world_size", "global_steps", "ds_version")}, other, path, p)
@@ -635,18 +728,23 @@ def _read(folder: str, optimizer: bool) -> _Whole:
     buffers = _once({n: t for n, t in tensors.items() if n in buffer_names}, ties)
     weights = {n: t for n, t in tensors.items() if n not in buffer_names and n not in extra}
     weights = _once(weights, ties) if whole else weights
-    if shapes is not None:
+    if universal:
+        trained = {n: tuple(size) for m in models for group in m["param_shapes"] for n, size in group.items()}
+        found, stage = _universal(folder, trained, cut, config, optimizer)
+    elif shapes is not None:
         groups = [{n: tuple(s) for n, s in group.items()} for group in shapes]
         found, stage = _sharded(_by_rank(folder, optim, ranks), groups, config, optimizer)
     else:
         saved = first["optimizer"] if optimizer else None
         found, stage = _unsharded(saved, weights, config, path), 0
-    if found.kinds and not found.lines[found.kinds[0]] and first["global_steps"] > first["skipped_steps"]:
+    if found.kinds and not found.lines.get(found.kinds[0]) and first["global_steps"] > first["skipped_steps"]:
         raise CheckpointError(
             f"{folder} has no optimizer states of its {first['global_steps']} steps. --no-optimizer imports the weights"
         )
     updates = int(first["global_steps"]) - int(first["skipped_steps"])
-    if whole and stage and found.kinds and not 0 <= found.step - updates <= 1:  # some begin with an update by nothing
+    if (
+        whole and stage and weights and found.kinds and not 0 <= found.step - updates <= 1
+    ):  # some begin with an update by nothing
         alike = [_rounded(found.lines["fp32"][p[0].key], weights)(n, p[0].begin) for n, p in found.places.items()]
         if sum(alike) < len(alike) / 2:
             raise CheckpointError(
@@ -693,6 +791,21 @@ def _read(folder: str, optimizer: bool) -> _Whole:
         "imported": f"DeepSpeed {first.get('ds_version')}",
     }
     return _Whole(found, plain, engine, client, left_out, ranks)
+
+
+def _nothing_beside_trained(models: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
+    """Of a universal checkpoint of tensor-parallel ranks or stages: {}; what each had besides is nowhere whole."""
+    for m in models:
+        module = m["module"] if isinstance(m["module"], dict) else {}
+        trained = {n for group in m["param_shapes"] for n in group} | set(m.get("shared_params") or {})
+        beside = [*m["buffer_names"], *(m.get("frozen_param_shapes") or {}), *(set(module) - trained)]
+        if beside:
+            raise CheckpointError(
+                f"{path}: '{min(beside)}' is a buffer or not trained, and of tensor-parallel ranks and stages of a"
+                " pipeline trained parameters alone are imported. DeepSpeed's zero_to_fp32.py, where it takes the"
+                " checkpoint, writes the weights as safetensors, which a model loads before deepc.initialize"
+            )
+    return {}
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
