@@ -173,7 +173,7 @@ class _Worker:
         self.result, theirs = os.pipe()
         stdin, self._jobs = os.pipe()
         full = {**os.environ, **_of_ranks(), **env}
-        executes = executes or EXECUTES or any(not k.startswith("DEEPC_") for k in env)
+        executes = executes or EXECUTES or any(not k.startswith(("DEEPC_", "RANKS_")) for k in env)
         if executes or command:
             self.process = _Program(stdin, self._log.fileno(), theirs, full, command)
         else:
@@ -249,7 +249,8 @@ def run_ranks(
     """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group,
     made before and destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of
     its collectives. may_die: ranks that may end or be killed (their result is None; implies fresh). executes: implies
-    fresh. env: further variables. nodes: the node of each rank, a letter each, for all groups, also the default one."""
+    fresh. env: further variables; RANKS_SIMGPU: each has the device of tests/simgpu. nodes: the node of each rank, a
+    letter each, for all groups, also the default one."""
     fresh = fresh or executes or bool(may_die)
     workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
@@ -426,6 +427,9 @@ def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if os.environ.get("RANKS_SIMGPU"):  # a device without hardware, which comes before deepc
+        sys.path.insert(0, str(Path(__file__).parents[1] / "simgpu"))
+        importlib.import_module("plugin")
     import deepc  # noqa: F401
 
     env = dict(os.environ)

@@ -84,14 +84,10 @@ class WholeFlats:
     def follow(self, state: ModelState, index: int) -> None:
         everywhere = state.plan.own_all or state.plan.world == 1
         for rank, s in state.owners(index):
-            view = state.flat[s.flat_begin : s.flat_begin + s.length]
             if rank == state.plan.rank:
-                copy = state.host_copy(s.flat_begin, s.length)
-                if copy is not None and state.master is not None:
-                    state.window(s).copy_to(copy)
-                if state.master is not None or state.flat_host is not None:
-                    state.window(s).copy_to(view)
+                state.follow_piece(s)
             if not everywhere:
+                view = state.flat[s.flat_begin : s.flat_begin + s.length]
                 (state.group.broadcast if state.segment is None else state.group.spread)(view, rank)
         if state.segment is not None:
             state.group.barrier()

@@ -456,6 +456,15 @@ class ModelState:
         host = self.flat_host
         return None if host is None or begin >= host.numel() else host[begin : begin + n]
 
+    def follow_piece(self, s: Segment) -> None:
+        """After `window(s)` was written: this rank's part of the flat space, and what the host's update makes of it for
+        a device, follow."""
+        copy = self.host_copy(s.flat_begin, s.length)
+        if copy is not None and self.master is not None:
+            self.window(s).copy_to(copy)
+        if copy is not None or self.master is not None:
+            self.window(s).copy_to(self.flat[s.flat_begin : s.flat_begin + s.length])
+
     def piece(self, s: Segment) -> torch.Tensor:
         """The same as a view. UnsupportedError if it lies on disk."""
         return self.window(s).view

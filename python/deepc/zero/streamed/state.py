@@ -141,9 +141,9 @@ class ShardFlats:
         """A shard is this rank's alone: nothing is to do."""
 
     def follow(self, state: ModelState, index: int) -> None:
-        for s in state.plan.segments if state.master is not None else ():
+        for s in state.plan.segments:
             if s.param == index:
-                state.window(s).copy_to(state.flat[s.shard_begin : s.shard_begin + s.length])
+                state.follow_piece(s)
         state.group.barrier()
 
     def source(self, state: StreamedState) -> Source:
