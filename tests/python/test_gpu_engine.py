@@ -154,12 +154,31 @@ def test_locked_memory_that_nobody_holds_goes_when_the_copies_from_it_are_throug
     copy = torch.zeros(n, device=GPU)
     gpu.synchronize()
     with gpu.stream(stream):
-        host = memory.zeros(n, torch.float32, locked=True).fill_(3.0)
+        host = memory.zeros(n, torch.float32, locked=copy.device).fill_(3.0)
         assert is_locked(host)
         copy.copy_(host, non_blocking=True)
         del host
     stream.synchronize()
     assert (copy == 3.0).all()
+
+
+@pytest.mark.parametrize("place", ["parameters in host memory", "parameters on disk"])
+def test_locked_memory_waits_for_the_engines_device_whichever_is_the_current_one(place, tmp_path, monkeypatch):
+    import deepc
+
+    waited: list = []
+    wait = gpu.synchronize
+    engine = deepc.initialize(model=tiny.make_model(), config=away(place, tmp_path), device=GPU)[0]
+    x, y = (t.to(GPU) for t in tiny.make_batch(0))
+    engine.backward(engine(x, y))
+    engine.step()
+    device = engine.device
+    engine.destroy()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "synchronize", lambda device=None: (waited.append(device), wait(device)))
+        del engine
+        gc.collect()
+    assert waited and set(waited) == {device}
 
 
 def test_checkpoint_between_cpu_and_gpu(tmp_path):

@@ -60,14 +60,14 @@ class _Block:
 
 class _LockedBlock(_Block):
     """The same, whose pages the CUDA driver has locked, and which are no other block's; where it refuses (too much is
-    locked), as any other's."""
+    locked), as any other's. device: the GPU that copies from and to them."""
 
-    def __init__(self, nbytes: int, color: int) -> None:
+    def __init__(self, nbytes: int, color: int, device: torch.device) -> None:
         page = mmap.PAGESIZE
         pages = -(-nbytes // page) * page
         super().__init__(pages + page, color)  # small blocks of the heap begin anywhere
         self.begin = -(-self.address // page) * page
-        self.locked = False
+        self.locked, self._device = False, device
         driver: Any = torch.cuda.cudart()
         if driver.cudaHostRegister(self.begin, pages, 0) == driver.cudaError.success:
             self.locked = True
@@ -81,18 +81,19 @@ class _LockedBlock(_Block):
             # A copy may be under way, and torch's allocators know nothing of this memory.
             with contextlib.suppress(RuntimeError):
                 if not torch.cuda.is_current_stream_capturing():
-                    torch.cuda.synchronize()
+                    torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self.begin)  # type: ignore[attr-defined]
         super().__del__()
 
 
-def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: bool = False) -> torch.Tensor:
+def zeros(numel: int, dtype: torch.dtype, color: int = 0, locked: torch.device | None = None) -> torch.Tensor:
     """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
-    that are walked together. locked: in pages that a GPU of this process reaches: copies run at the bus's rate, and
-    beside the host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
+    that are walked together. locked: in pages that this GPU reaches: copies run at the bus's rate, and beside the
+    host's work with non_blocking=True. Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    block = (_LockedBlock if locked else _Block)(numel * dtype.itemsize, color)
+    nbytes = numel * dtype.itemsize
+    block = _Block(nbytes, color) if locked is None else _LockedBlock(nbytes, color, locked)
     return tensor_at(block.begin, numel, dtype, block)
 
 

@@ -173,7 +173,7 @@ class ModelState:
         together."""
         if self.state_device.type == "cpu":
             crosses = what in ("acc", "lowp") and self.device.type == "cuda"  # to or from a GPU in each step
-            return memory.zeros(numel, dtype, memory.COLORS[what], locked=crosses)
+            return memory.zeros(numel, dtype, memory.COLORS[what], locked=self.device if crosses else None)
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
     @property
@@ -184,8 +184,8 @@ class ModelState:
     def parameters(self, numel: int) -> torch.Tensor:
         """A zeroed array of parameters, where they lie."""
         if self.home.type == "cpu":
-            away = self.device.type != "cpu"
-            return memory.zeros(numel, self.dtype, memory.COLORS["params"], locked=away)
+            reached = self.device if self.device.type != "cpu" else None
+            return memory.zeros(numel, self.dtype, memory.COLORS["params"], locked=reached)
         return torch.zeros(numel, dtype=self.dtype, device=self.home)
 
     def share(self, dtype: torch.dtype, what: str) -> torch.Tensor | Split:

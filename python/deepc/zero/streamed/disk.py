@@ -246,7 +246,8 @@ class _Landing:
         """[elements of the unit's storage]: nobody reads it any more."""
         free = self._free.setdefault(unit.nbytes, [])
         if not free:
-            return memory.zeros(unit.flat.numel(), unit.flat.dtype, memory.COLORS["params"], locked=True)
+            like = unit.flat
+            return memory.zeros(like.numel(), like.dtype, memory.COLORS["params"], locked=like.device)
         values, left = free.pop(0)
         if left is not None:
             left.synchronize()

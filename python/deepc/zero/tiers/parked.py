@@ -39,7 +39,7 @@ class HostCopies:
         try:
             for storage, wanted in found.values():
                 n = storage.nbytes()
-                host = memory.zeros(n, torch.uint8, locked=locked) if wanted else None
+                host = memory.zeros(n, torch.uint8, locked=storage.device if locked else None) if wanted else None
                 if host is not None:
                     host.copy_(_bytes_of(storage), non_blocking=True)
                 self._rows.append(_Row(storage, host, n))
