@@ -834,6 +834,43 @@ def test_uneven_nodes_and_parameters_in_odd_places():
     check(run_ranks(_against_stage_2, 3, _odd_training, cases, NO_LIMITS, "fp32"))
 
 
+def _read_and_left(rank, world):
+    """The sums of all parameters, twice: of ranks that have had other units last, and end when they have read."""
+    import deepc
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x, which):
+            for i in which:
+                x = self.blocks[i](x)
+            return x
+
+    out = []
+    cfg = tiny.config(3, micro=2)
+    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    with on_node("a" if rank < 2 else "b"), streamed(False):
+        for read in (
+            lambda engine: [deepc.view(p).value for p in engine.module.parameters()],
+            lambda engine: engine.module_state_dict().values(),
+        ):
+            torch.manual_seed(0)
+            engine = deepc.initialize(model=Turns(), config=cfg)[0]
+            assert engine.plan.sharded
+            # backward has released all of them but the last ones
+            engine(torch.ones(2, 8), [0, 1, 2, 3][: 4 if rank == 0 else 1])
+            out.append([float(t.sum()) for t in read(engine)])
+            engine.destroy()
+    return out
+
+
+def test_uneven_nodes_read_whole_parameters_together_whatever_each_has_of_them():
+    first, *others = run_ranks(_read_and_left, 3)
+    assert first[0] == first[1] and all(other == first for other in others)
+
+
 def _over_nodes(rank, world, cases, zero):
     with on_node(f"n{rank}"):
         return _against_resident(

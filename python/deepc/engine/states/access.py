@@ -498,6 +498,7 @@ def _own_state_dict(engine: EngineBase) -> dict[str, torch.Tensor]:
     failure: DiskError | None = None
     try:
         out = engine.module.state_dict()
+        engine.state.meet()  # a rank where units were there does not leave those that gather them
     except DiskError as exc:
         failure = exc
     if engine.plan.parameters_on:

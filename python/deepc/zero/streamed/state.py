@@ -353,7 +353,9 @@ class StreamedState(ModelState):
             block.forward = torch.compile(block.forward, *args, **kwargs)
 
     def full_param(self, index: int) -> torch.Tensor:
-        return self.units.copy_of(self.trained[index]).view(-1)
+        value = self.units.copy_of(self.trained[index]).view(-1)
+        self.meet()  # a rank where it was there does not leave those that gather it
+        return value
 
     def follow(self, index: int) -> None:
         super().follow(index)
