@@ -367,7 +367,10 @@ DC_GPU void att_each_stage(AttRuns *runs, const AttPlan &plan, const AttSight &s
       }
       copies_wait();
       block_sync(); // and the stage before has been read
-      if (two && at + ATT_RUNS < count) load(att_stage(runs, at + ATT_RUNS), !k);
+      if (two && at + ATT_RUNS < count) {
+        load(att_stage(runs, at + ATT_RUNS), !k);
+        warp_sync(); // lanes with nothing to bring are back first, and products are the whole warp's
+      }
       use(t, k);
     }
   }
