@@ -652,6 +652,70 @@ def test_gathered_parameters(precision):
     assert run_ranks(_gathered, 2, precision) == [True, True]
 
 
+def _data_replaced(rank, world, mode):
+    import deepc
+    from deepc.errors import ArgumentError, StrayWriteError
+
+    writer, gathered = world - 1, deepc.zero.GatheredParameters
+    with deepc.zero.Init() if mode == "init" else contextlib.nullcontext():
+        model = tiny.make_model(frozen=True)
+
+    def write(*params, by_all):
+        with gathered(params, modifier_rank=writer):
+            for i, p in enumerate(params):
+                if by_all or rank == writer:
+                    p.data = torch.full((p.shape[1], p.shape[0]), i + rank + 0.5, dtype=p.dtype).t()
+        with gathered(params):
+            return all(torch.all(p == i + writer + 0.5) for i, p in enumerate(params))
+
+    if mode == "init":
+        assert write(model.blocks[0].up.weight, model.pos.weight, by_all=False)
+        assert write(model.blocks[0].up.weight, by_all=True)
+    os.environ["DEEPC_STREAMED"] = "1" if mode == "streamed" else "0"
+    try:
+        engine = deepc.initialize(model=model, config=tiny.config(3, micro=2, precision="bf16"))[0]
+    finally:
+        del os.environ["DEEPC_STREAMED"]
+    weight, frozen = model.blocks[1].down.weight, model.pos.weight
+    for by_all in (False, True):
+        assert write(weight, frozen, by_all=by_all)
+        assert torch.all(deepc.view(weight).fp32 == writer + 0.5)
+    with (
+        contextlib.nullcontext() if rank != writer else pytest.raises(ArgumentError, match=r"shape \(3,\).*\(32, 128\)")
+    ):
+        with gathered([frozen, weight], modifier_rank=writer):
+            if rank == writer:
+                weight.data = torch.zeros(3, dtype=torch.bfloat16)
+    if world > 1:
+        os.environ["DEEPC_DEBUG"] = "1"
+        with pytest.raises(StrayWriteError, match="rank 1, but modifier_rank is 0"):
+            with gathered([frozen, weight], modifier_rank=0):
+                weight.data = torch.full_like(weight, 9.0) if rank else weight.data
+        del os.environ["DEEPC_DEBUG"]
+    assert torch.all(deepc.view(weight).fp32 == writer + 0.5)
+    first, second, square = (model.blocks[i].get_submodule(n).weight for i, n in ((0, "up"), (1, "up"), (0, "proj")))
+    before = [deepc.view(p).fp32 for p in (first, second, square)]
+    with gathered([first, second, square], modifier_rank=writer):
+        first.data, second.data = second.data, first.data
+        square.data = square.data.t()
+    for p, value in zip((first, second, square), (before[1], before[0], before[2].t()), strict=True):
+        assert torch.equal(deepc.view(p).fp32.bfloat16(), value.bfloat16())
+    x, y = tiny.make_batch(rank, 2)
+    engine.backward(engine(x, y))
+    assert engine.step().applied
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize(
+    "mode, world",
+    [("resident", 1), ("resident", 2), ("streamed", 2), pytest.param("init", 2, marks=pytest.mark.full)],
+)
+def test_replaced_data_is_a_write_of_the_modifiers(mode, world):
+    """`p.data = tensor` was lost under a modifier_rank, and a stray write at the next step."""
+    assert run_ranks(_data_replaced, world, mode) == [True] * world
+
+
 # ---- transformers ----------------------------------------------------------------------------------------------------
 def llama(**options):
     transformers = pytest.importorskip("transformers")

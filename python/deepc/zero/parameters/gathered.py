@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core import env
 from ...errors import ArgumentError, DiskError, StrayWriteError
-from .param import is_lent, lend, share, take_back, unshare
+from .param import is_lent, lend, memory_of, set_data, share, take_back, unshare
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -289,12 +289,12 @@ class GatheredParameters:
     under zero.Init and has no engine yet. Collective over the ranks; parameters are whole inside.
 
     modifier_rank=None: for reading; a write inside raises StrayWriteError at the end. modifier_rank=r: what rank r
-    writes in place is seen by all ranks after the context, and the fp32 masters follow; what other ranks write is
-    private and dropped, as in DeepSpeed, where scripts often run the same code on all ranks (with DEEPC_DEBUG=1 it is
-    an error that names rank and parameter). Rank r is counted among the ranks that hold the parameter together (the
-    same stage, tensor shards and experts); what tensor- or expert-parallel ranks have alike is that of the first of
-    them. fwd_module: the parameters become external parameters of it. Parameters
-    that are neither are left alone. Contexts that write may not overlap in parameters."""
+    writes (in place, or by `p.data = tensor` of its shape and dtype) is seen by all ranks after the context, and the
+    fp32 masters follow; what other ranks write is private and dropped, as in DeepSpeed, where scripts often run the
+    same code on all ranks (with DEEPC_DEBUG=1 it is an error that names rank and parameter). Rank r is counted among
+    the ranks that hold the parameter together (the same stage, tensor shards and experts); what tensor- or
+    expert-parallel ranks have alike is that of the first of them. fwd_module: the parameters become external parameters
+    of it. Parameters that are neither are left alone. Contexts that write may not overlap in parameters."""
 
     private_data = False
     """Whether, without a modifier_rank, `.data` inside is a copy of each rank's own, whose writes end with the
@@ -371,6 +371,7 @@ class _Opened:
             self._lent = lend(p for p in self._params if id(p) not in _Opened._writing)
         if self._writer is not None:
             _Opened._writing.update(id(p) for p in self._params)
+            self._memory = [memory_of(p) for p in self._params]
         self._versions = [p._version for p in self._params]
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -381,10 +382,41 @@ class _Opened:
                 self._raise_if_written()
             return
         _Opened._writing.difference_update(id(p) for p in self._params)
-        stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
+        replaced, misfit = self._take_in_replaced()
+        written = (i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v or i in replaced)
+        stray = next(written, -1)
         self._whole.end()
         if env.switch("DEEPC_DEBUG") and self._holder.group.world > 1:
             self._raise_if_others_wrote(stray, self._writer)
+        if misfit is not None and kind is None:
+            raise misfit
+
+    @torch.no_grad()
+    def _take_in_replaced(self) -> tuple[set[int], ArgumentError | None]:
+        """`p.data = tensor` is a write: the values go to where the parameter lies, which has it again. The indices of
+        such parameters, and what is wrong with a tensor that does not fit, whose values are dropped."""
+        replaced, misfit = dict[int, torch.Tensor](), None
+        for i, (p, memory) in enumerate(zip(self._params, self._memory)):
+            value = memory_of(p)
+            if _form(value) != _form(memory):
+                misfit = misfit or ArgumentError(
+                    f"the data of parameter {i} of GatheredParameters was replaced by a tensor of shape"
+                    f" {tuple(value.shape)} in {value.dtype} on {value.device}; its shape must stay"
+                    f" {tuple(memory.shape)}, in {memory.dtype} on {memory.device}. The parameter keeps its values"
+                )
+                replaced[i] = memory
+            elif value.layout == torch.strided and _place(value) != _place(memory):
+                replaced[i] = value
+        own = {m.untyped_storage().data_ptr() for m in self._memory if m.layout == torch.strided}
+        for i, value in replaced.items():  # two that change places, one that is transposed: all are read before
+            if value is not self._memory[i] and value.untyped_storage().data_ptr() in own:
+                replaced[i] = value.clone()
+        for i, value in replaced.items():
+            if value is not self._memory[i]:
+                self._memory[i].copy_(value)
+            set_data(self._params[i], self._memory[i])
+        self._memory = []  # a unit's storage is not given up while somebody has it
+        return set(replaced), misfit
 
     def _raise_if_written(self) -> None:
         # those of a context around this one are looked at by that
@@ -406,6 +438,14 @@ class _Opened:
                     f"rank {rank}, but modifier_rank is {writer}: that write was dropped. Guard it by"
                     f" `if rank == {writer}:`"
                 )
+
+
+def _form(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device, t.layout
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.stride()
 
 
 _told: set[str] = set()

@@ -289,6 +289,13 @@ def set_data(p: torch.nn.Parameter, value: torch.Tensor) -> None:
         _data.__set__(p, value)
 
 
+def memory_of(p: torch.nn.Parameter) -> torch.Tensor:
+    """Where the values of `p`, which is not released, lie: `p.data` with a version counter of its own."""
+    with private.without_torch_function():
+        memory: torch.Tensor = _data.__get__(p)
+    return memory
+
+
 def version_of(p: torch.Tensor) -> int:
     """The version counter of `p`, released or not."""
     with private.without_torch_function():
