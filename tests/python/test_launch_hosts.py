@@ -338,6 +338,33 @@ def test_an_agent_kills_what_ignores_sigterm_and_what_left_its_session(talk, tmp
     assert not any(Path(f"/proc/{int(p)}").exists() for p in pids)
 
 
+def test_an_agent_collects_what_its_ranks_leave_behind(talk, tmp_path):
+    """Each helper that a script put into the background stayed a zombie to the end of the run."""
+    code = """
+import os, subprocess, time
+agent = os.getppid()
+for _ in range(5):
+    subprocess.run(["sh", "-c", "sleep 0 &"])
+def parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return int(f.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+def children():
+    return [p for p in os.listdir("/proc") if p.isdigit() and parent(p) == agent]
+end = time.monotonic() + 30
+while children() != [str(os.getpid())] and time.monotonic() < end:
+    time.sleep(0.05)
+print(children() == [str(os.getpid())])
+os._exit(5)
+"""
+    talk.start(tmp_path, code)
+    assert talk.next("out")[1] == b"True\n"
+    (failed,) = talk.next("ended")[0]["failures"]
+    assert failed["exit"] == 5
+
+
 def test_an_agent_says_what_is_not_there(tmp_path):
     for fields, text in (
         ({"cwd": "/nowhere/at/all"}, "there is no folder /nowhere/at/all"),

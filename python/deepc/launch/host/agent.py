@@ -291,7 +291,7 @@ class Agent:
 
     # ---- the ranks ---------------------------------------------------------------------------------------------------
     def collect(self) -> None:
-        """Notes who has ended."""
+        """Notes who has ended, and collects what nobody else does."""
         for rank in self.ranks:
             if rank.exit is None and (code := rank.process.poll()) is not None:
                 rank.exit, rank.ended = code, time.time()
@@ -299,6 +299,8 @@ class Agent:
         if self.store is not None and self.store.exit is None and (code := self.store.process.poll()) is not None:
             self.store.exit = code
             self.error(f"the ranks' meeting point ended with exit code {code}; its output is above")
+        started = [*self.ranks, *([self.store] if self.store is not None else [])]
+        reaper.reap_orphans({rank.process.pid for rank in started if rank.process.returncode is None})
 
     def forward(self, pipe: Any, number: int | str, fd: int) -> None:
         data = os.read(pipe.fileno(), 1 << 16)

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Container
 
 LINGER_S = 0.25  # ranks look after their peers every 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,6 +76,16 @@ def descendants(root: int) -> set[int]:
                 found.add(pid)
                 todo.append(pid)
     return found
+
+
+def reap_orphans(own: Container[int]) -> None:
+    """Collects the children that have ended, but those in `own`, whose end somebody else asks for: a run of weeks whose
+    script starts a helper in the background at each checkpoint would else fill the system's table of processes."""
+    try:
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, os.WNOHANG)
+    except ChildProcessError:
+        pass
 
 
 def _reap() -> None:
