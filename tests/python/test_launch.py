@@ -395,6 +395,20 @@ def test_the_exit_code_is_the_runs_though_nobody_reads(tmp_path):
     assert unread(tmp_path, "-m", "deepc", "run", "--cpu", "script.py") == 17
 
 
+def test_streams_that_are_closed_are_none_of_the_ranks_files(tmp_path):
+    """The report of a run whose stdout was closed ended in a traceback, with another exit code; and the ranks had no
+    stdin and stdout, whose numbers the first files that they opened got."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nfiles = [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1)]\n"
+        "sys.exit(17 if files == ['/dev/null'] * 2 else str(files))"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m deepc run --cpu script.py <&- >&-', sys.executable],
+        cwd=tmp_path, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 17 and "ended with exit code 17. It ended the run." in done.stderr, done.stderr
+
+
 # `deepc run` that mentions ranks which ended before others at once; the file `told` is there when it has.
 TELLS = """
 import pathlib, sys

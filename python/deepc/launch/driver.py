@@ -560,7 +560,7 @@ class Printer:
             self._rest = b""
 
     def _out(self, lines: list[bytes]) -> None:
-        if not lines:
+        if not lines or self._stream is None:
             return
         data = b"".join(self._prefix + line for line in lines)
         try:

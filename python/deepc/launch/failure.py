@@ -91,7 +91,8 @@ def report(failures: list[Failure], exit_code: int | None = None) -> int:
             "its first line.",
         ]
     with contextlib.suppress(OSError, ValueError):  # as tell does
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     tell("\n".join([*text, "=" * 100]))
     if exit_code is not None:
         return exit_code

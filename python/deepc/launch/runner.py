@@ -101,6 +101,16 @@ def _pid_file(wanted: bool) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def _open_streams() -> None:
+    """Descriptors 0 to 2, where who started us has closed them (`<&-`, some daemons): else a pipe or a rank's memory
+    would get such a number, and what a library prints would go there."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest, which is this one
+
+
 def run(launch: Launch) -> int:
     """Starts the ranks, waits for them and returns the exit code of the run: 0, that of the rank that failed first, or
     128 + n when signal n ended a rank or stopped the launcher. When it returns no process that the run started is
@@ -109,6 +119,7 @@ def run(launch: Launch) -> int:
     thread."""
     from ..comm.place import refuse_few_descriptors  # here: the options above need no torch
 
+    _open_streams()
     refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
         tell(launch.describe())

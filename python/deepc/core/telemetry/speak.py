@@ -39,6 +39,8 @@ def set_up() -> logging.Logger:
 def tell(text: str) -> None:
     """A message on stderr that the work goes on without: nobody may read it any more (`2>&1 | head`), or the disk of a
     log is full."""
+    if sys.stderr is None:  # print would take stdout
+        return
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: closed
