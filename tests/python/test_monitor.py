@@ -158,6 +158,7 @@ def test_a_run_that_goes_on_appends_and_a_fresh_one_moves_the_old_aside(tmp_path
     engine.destroy()
     records = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in records if "event" not in r] == [1, 2, 3, 4, 5]
+    assert [(r["samples"], r["tokens"]) for r in records if "event" not in r] == [(4 * i, 64 * i) for i in range(1, 6)]
     assert [r["event"] for r in records if "event" in r] == ["checkpoint", "resume", "checkpoint"]
     assert [r["at"] for r in records if "event" not in r] == sorted(r["at"] for r in records if "event" not in r)
     again = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -379,6 +380,36 @@ def test_two_ranks_speak_as_one(tmp_path, stage, nodes):
     if waits._WAIT_NS >= 0:
         assert sum(r["wait"]["communication_s"] for r in records) > 0.03  # rank 0 waits for rank 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+
+
+def sent_in_the_last(rank, world):
+    with placed(rank, "01"):
+        engine, told, sent = make_engine(micro=4), [], []
+        for steps in (1, 2):
+            train(engine, steps - 1)
+            before = engine.comm_bytes["total"]
+            train(engine, 1)
+            told.append(engine.monitor.last["sent_bytes"])
+            sent.append(engine.comm_bytes["total"] - before)
+        engine.destroy()
+    return told, sent
+
+
+def test_who_asks_now_and_then_gets_figures_of_one_step():
+    """They were of all steps since the question before, where no files are written; and of the first step also what
+    initialize had sent, the model."""
+    for told, sent in run_ranks(sent_in_the_last, 2):
+        assert told == sent and min(sent) > 0
+
+
+def test_disk_traffic_is_of_one_step_whenever_it_is_asked_for(tmp_path):
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    engine = make_engine(zero_optimization=zero)
+    train(engine, 1)
+    one = engine.monitor.last["disk"]["written_bytes"]
+    train(engine, 3)
+    assert engine.monitor.last["disk"]["written_bytes"] == one > 0
+    engine.destroy()
 
 
 def gpt_lines(rank, world, how):

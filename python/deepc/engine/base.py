@@ -188,6 +188,7 @@ class EngineBase(ModelWrapper):
 
     # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows. _stepping: inside of step().
     global_steps = global_samples = micro_steps = skipped_steps = 0
+    global_tokens = 0  # by the meter, of all ranks
     step_samples = 0  # of the last step, on all ranks
     _backwards = 0  # since it
     _boundary: bool | None = None

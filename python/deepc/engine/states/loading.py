@@ -478,6 +478,7 @@ def _load_own(engine: EngineBase, reader: CheckpointReader, saved: dict[str, Any
 def _load_engine_state(engine: EngineBase, saved: dict[str, Any], what: What) -> None:
     if not what.module_only:
         engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
+        engine.global_tokens = saved.get("global_tokens", 0)  # an earlier version saved none, and nor does DeepSpeed
         engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
         engine.curriculum.load_state_dict(saved.get("curriculum", {}))
         if saved["world_size"] != engine.everyone.world or engine.in_accumulation:

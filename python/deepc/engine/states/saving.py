@@ -342,6 +342,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
         "dtype": name_of(engine.dtype),
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
+        "global_tokens": engine.global_tokens,
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "optimizer": engine.optimizer.hyper_state(),

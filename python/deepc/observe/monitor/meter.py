@@ -88,7 +88,9 @@ class Meter(Listener):
         self._communication_rested = 0.0
         self._loader_seen = waits.seconds["data"]
         self._communication_seen, self._disk_seen = waits.communication(), waits.seconds["disk"]
-        self._sent_seen = 0
+        self._several = engine.plan.nodes > 1 or len(engine.everyone.node_sizes) > 1
+        self._sent, self._sent_seen = 0, -1  # since the first forward: what made the ranks' weights alike is no step's
+        self._moved_in: dict[str, float] = {}
         self._moved_seen: dict[str, float] = self._moved() if engine.plan.updates_on_disk else {}
         self._sample_at, self._memory_row, self._shared = 0.0, (0.0, 0.0), 0
         self._memory: dict[str, Any] = {}
@@ -96,7 +98,6 @@ class Meter(Listener):
         self._rows: list[list[float]] = []
 
         # of the job
-        self._tokens_total = 0.0
         self._raw: tuple[Any, ...] | None = None  # the last step
         self._made_record: dict[str, Any] | None = None
         self._sums = _Sums()
@@ -172,6 +173,8 @@ class Meter(Listener):
 
     def _forward_begins(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         now = self._entered = _clock()
+        if self._sent_seen < 0:
+            self._sent_seen = self._engine.comm_bytes["total"] if self._several else 0
         self._training = torch.is_grad_enabled()
         if not self._training:
             self._rested = None  # an evaluation lies between: what was outside of the engine is not waiting for data
@@ -327,7 +330,14 @@ class Meter(Listener):
         # Peers also wait for what this rank did between its steps (an evaluation, a print), which is not in `seconds`.
         data, communication = min(data, seconds), min(communication, seconds)
         samples = self._engine.step_samples
-        self._tokens_total += tokens
+        self._engine.global_tokens += int(tokens)
+        if self._several:
+            sent = self._engine.comm_bytes["total"]
+            self._sent, self._sent_seen = sent - max(0, self._sent_seen), sent
+        if self._moved_seen:
+            moved = self._moved()
+            self._moved_in = {name: value - self._moved_seen[name] for name, value in moved.items()}
+            self._moved_seen = moved
         self._raw = (
             result,
             now,
@@ -371,7 +381,7 @@ class Meter(Listener):
             "at": now - self._start,
             "time_s": seconds,
             "samples": engine.global_samples,
-            "tokens": int(self._tokens_total) or None,
+            "tokens": engine.global_tokens or None,
             "loss": sum(r[0] for r in self._rows) / known if known else None,
             "lr": rates[0] if rates else None,
             "grad_norm": result.grad_norm if result.applied else None,
@@ -392,15 +402,12 @@ class Meter(Listener):
             out["reason"] = result.reason
         if self._peak and flops:
             out["fraction_of_peak"] = flops / seconds / self._peak_above(flops / seconds)
-        sent = engine.comm_bytes["total"]
-        if engine.plan.nodes > 1 or sent:  # stages and tensor shards may lie on nodes of their own
-            out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
+        if engine.plan.nodes > 1 or self._sent_seen > 0:  # stages and tensor shards may lie on nodes of their own
+            out["sent_bytes"] = self._sent
         if (exchanged := engine.step_policy.exchanged) is not None:
             out["exchange"] = exchanged
-        if engine.plan.updates_on_disk:
-            moved = self._moved()
-            out["disk"] = {name: value - self._moved_seen.get(name, 0) for name, value in moved.items()}
-            self._moved_seen = moved
+        if self._moved_in:
+            out["disk"] = self._moved_in
         return out
 
     def _moved(self) -> dict[str, float]:
