@@ -58,6 +58,7 @@ class Notebook(Run):
 SETUP = """
     from __future__ import annotations
     import dataclasses, functools, os, sys
+    import xml.etree.ElementTree  # which binds xml alone
     import torch
     from torch import nn
     import deepc
@@ -120,6 +121,7 @@ def test_cells_reach_the_ranks(tmp_path):
                 engine.step()
                 losses.append(round(loss.item(), 4))
             print("done with", cached(8))
+            assert xml.etree.ElementTree.fromstring("<a/>").tag == "a"
             return os.environ["WORLD_SIZE"], len(losses), engine.global_rank, scale(3), dataclasses.replace(options, note=str(type(known).__mro__[1].__name__)), known.state_dict()
     """  # noqa: E501
     use = """

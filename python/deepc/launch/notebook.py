@@ -16,6 +16,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import dis
 import importlib
 import inspect
@@ -146,9 +147,9 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Packer:
-    """Collects what the ranks' __main__ must have: items are ("import", name, module), ("source", name, text, filename,
-    first line, compile flags, all lines of the file), ("value", name, pickle), ("absent", name, why it can't be sent:
-    an error only for who uses it)."""
+    """Collects what the ranks' __main__ must have: items are ("import", name, module), ("submodule", its name, which no
+    global has), ("source", name, text, filename, first line, compile flags, all lines of the file), ("value", name,
+    pickle), ("absent", name, why it can't be sent: an error only for who uses it)."""
 
     def __init__(self, main: dict[str, Any]) -> None:
         self.main = main
@@ -168,6 +169,19 @@ class _Packer:
             ) from exc
         return out.getvalue()
 
+    def need_all(self, code: types.CodeType) -> None:
+        """Adds what `code` looks up globally. Of modules also the submodules that it may read: after `import a.b` the
+        global is `a`, whose own import need not bring `b`."""
+        names = _names(code)
+        for name in _globals(code):
+            self.need(name)
+            if isinstance(module := self.main.get(name), types.ModuleType):
+                prefix = module.__name__ + "."
+                loaded = [n for n in list(sys.modules) if n.startswith(prefix) and n not in self._seen]
+                found = [n for n in loaded if names.issuperset(n.removeprefix(prefix).split("."))]
+                self.items += [("submodule", n) for n in sorted(found)]
+                self._seen.update(found)
+
     def need(self, name: str) -> None:
         """Adds the global `name` and all it needs, once."""
         if name in self._seen or name not in self.main:
@@ -177,8 +191,7 @@ class _Packer:
         if isinstance(value, types.ModuleType):
             self.items.append(("import", name, value.__name__))
         elif (definition := _definition(name, value)) is not None:
-            for used in _globals(_compiled(*definition[2:6])):
-                self.need(used)
+            self.need_all(_compiled(*definition[2:6]))
             self.items.append(definition)
         else:
             try:
@@ -265,6 +278,11 @@ def _globals(code: types.CodeType) -> list[str]:
     )
 
 
+def _names(code: types.CodeType) -> set[str]:
+    """All names of globals and attributes in a code object, its nested functions included."""
+    return {*code.co_names, *(n for c in code.co_consts if isinstance(c, types.CodeType) for n in _names(c))}
+
+
 def _attribute(main: Mapping[str, Any], path: str) -> Any:
     """main["Net"].Inner of "Net.Inner"; None if there is none."""
     first, *rest = path.split(".")
@@ -307,8 +325,7 @@ class _Pickler(pickle.Pickler):
         module."""
         module = obj.__module__
         if module == "__main__":
-            for name in _globals(obj.__code__):
-                self._packer.need(name)
+            self._packer.need_all(obj.__code__)
         cells = tuple(c.cell_contents for c in obj.__closure__ or ())
         return _make_function, (
             marshal.dumps(obj.__code__),
@@ -352,6 +369,9 @@ def _put(main: dict[str, Any], item: tuple[Any, ...]) -> None:
     kind, name, *rest = item
     if kind == "import":
         main[name] = importlib.import_module(rest[0])
+    elif kind == "submodule":
+        with contextlib.suppress(ImportError):  # one that is made, or that is not what is meant: who reads it tells
+            importlib.import_module(name)
     elif kind == "value":
         main[name] = pickle.loads(rest[0])
     elif kind == "source":
