@@ -45,7 +45,8 @@ def plan(*argv: str) -> options.Launch:
 @pytest.fixture
 def hostfile(tmp_path: Path) -> str:
     path = tmp_path / "hosts"
-    path.write_text("worker-1 slots=2  # first\n\n# none\nworker-2 slots=3 max_slots=4\nlocalhost slots = 1\n")
+    text = "\ufeffworker-1 slots=2  # first\r\n\r\n# none\r\nworker-2\tslots=3 max_slots=4\nlocalhost slots = 1\n"
+    path.write_text(text, encoding="utf-8")  # as editors of Windows leave it
     return str(path)
 
 
@@ -182,9 +183,16 @@ def test_exported_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".deepspeed_env").write_text("A=home\nB=home # not a comment\n")
-    (tmp_path / ".deepspeed_env").write_text('# ours\n\nA=x y=z\nexport C="quoted"\n')
+    (tmp_path / ".deepspeed_env").write_bytes(b'\xef\xbb\xbfD=\xe9\r\n# ours\n\nA=x y=z\nexport C="quoted"\n')
     found = export.exported({"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "1", "SECRET": "1", "PYTHONPATH": "p"})
-    assert found == {"NCCL_DEBUG": "1", "PYTHONPATH": "p", "A": "x y=z", "B": "home # not a comment", "C": "quoted"}
+    assert found == {
+        "NCCL_DEBUG": "1",
+        "PYTHONPATH": "p",
+        "A": "x y=z",
+        "B": "home # not a comment",
+        "C": "quoted",
+        "D": "\udce9",
+    }
     (tmp_path / ".deepspeed_env").write_text("A=1\nnonsense\n")
     with pytest.raises(ArgumentError, match=r"\.deepspeed_env, line 2: 'nonsense'"):
         export.from_files()

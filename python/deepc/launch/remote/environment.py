@@ -61,7 +61,7 @@ def read_file(path: Path) -> dict[str, str]:
     """NAME=VALUE a line, as DeepSpeed has it; empty lines and comments are left out. Raises ArgumentError with the line
     that is wrong."""
     found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8-sig", "surrogateescape").splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

@@ -55,7 +55,7 @@ def is_this_machine(name: str) -> bool:
 def read_hostfile(path: str) -> dict[str, int]:
     """host -> slots, in the order of the file. Raises ArgumentError with the line that is wrong."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ArgumentError(f"--hostfile {path}: {getattr(exc, 'strerror', None) or exc}") from exc
     found: dict[str, int] = {}
