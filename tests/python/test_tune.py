@@ -103,12 +103,20 @@ PROGRAM = """
             f.write(json.dumps({"step": step, "samples": 32 * step, "time_s": 0.5 / micro}) + "\\n")
             f.write('{"event": "log"}\\n' * (step % 2))
             time.sleep(0.002)
+            if micro == 32 and step == 6:
+                sys.exit("deepc.errors.OutOfMemoryError: in the sixth step")
 """
 
 
 @pytest.mark.parametrize(
     "micro, status, said",
-    [(2, "ok", ""), (4, "failed", "something else"), (8, "out of memory", "plan needs more"), (16, "failed", "ended")],
+    [
+        (2, "ok", ""),
+        (4, "failed", "something else"),
+        (8, "out of memory", "plan needs more"),
+        (16, "failed", "ended"),
+        (32, "out of memory", "in the sixth step"),  # it had the speed of its first steps, and was taken for the best
+    ],
 )
 def test_a_trial_is_ended_and_told(tmp_path, micro, status, said):
     """The program stands in for `deepc run`; the endless one is ended when its steps are done."""

@@ -302,7 +302,8 @@ def measure(point: Point, config: Mapping[str, Any], command: list[str], folder:
             code = _end(process)
     rows = [r for r in _steps(metrics) if first < r["step"] <= last]
     seconds = sum(float(r["time_s"]) for r in rows)
-    if len(rows) >= min(2, last - first) and seconds > 0:
+    died = not late and code != 0 and not (rows and rows[-1]["step"] == last)  # short of the last step, by itself
+    if len(rows) >= min(2, last - first) and seconds > 0 and not died:
         samples = rows[-1]["samples"] - rows[0]["samples"]
         each = samples / (len(rows) - 1) if len(rows) > 1 else rows[0]["samples"] / rows[0]["step"]
         return Trial(point, "ok", each * len(rows) / seconds, seconds / len(rows))
