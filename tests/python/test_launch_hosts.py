@@ -377,6 +377,7 @@ def test_an_agent_says_what_is_not_there(tmp_path):
     for fields, text in (
         ({"cwd": "/nowhere/at/all"}, "there is no folder /nowhere/at/all"),
         ({"script": "train.py"}, "there is no script 'train.py'"),
+        ({"logs": "/dev/null/logs"}, "the folder /dev/null/logs for the ranks' logs can't be made: Not a directory"),
         ({"processes": [{"rank": 0, "argv": ["/no/python"], "env": {}}]}, "/no/python could not be started"),
     ):
         talk = Talk()

@@ -219,6 +219,12 @@ class Agent:
                 " system, or a copy)"
             )
             return
+        try:
+            if spec["logs"]:
+                os.makedirs(spec["logs"], exist_ok=True)
+        except OSError as exc:
+            self.error(f"the folder {spec['logs']} for the ranks' logs can't be made: {exc.strerror}; give another one")
+            return
         self.started, self.lost_after, self.gentle = True, spec["lost_after_s"], spec.get("gentle", False)
         for process in spec["processes"]:
             try:
@@ -245,7 +251,6 @@ class Agent:
         if spec["output"] == "frames":
             stdin, out, err = subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE
         if spec["logs"]:
-            os.makedirs(spec["logs"], exist_ok=True)
             out = err = open(os.path.join(spec["logs"], f"{spec['logs_prefix']}_rank{number}.log"), "ab")
         try:
             process = reaper.LingeringPopen(
