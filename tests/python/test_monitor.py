@@ -3,6 +3,7 @@ failures that must not end training."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -517,6 +518,26 @@ def test_json_lines_on_request(capfd):
     said_by(capfd, steps_per_print=3, log={"format": "json"})
     found = [json.loads(text) for text in capfd.readouterr().err.splitlines() if text.startswith("{")]
     assert [r["step"] for r in found] == [3, 6] and all(r["tokens_per_s"] > 0 and r["loss"] > 0 for r in found)
+
+
+def json_lines(rank, world):
+    said = io.StringIO()
+    log = {"format": "json", "ranks": "all" if world > 1 else "first"}
+    with contextlib.redirect_stderr(said):
+        engines = [make_engine(steps_per_print=1, deepc={"log": log}) for _ in range(2)]
+        for engine in engines:
+            train(engine, 1)
+        for engine in engines:
+            engine.destroy()
+    return [json.loads(text) for text in said.getvalue().splitlines() if text.startswith("{")]
+
+
+def test_json_lines_say_whose_they_are():
+    """Those of two engines, or of two ranks with their own memory, could not be told apart."""
+    first, second = json_lines(0, 1)
+    assert second["engine"] != first.get("engine") and "rank" not in second
+    for rank, (first, second) in enumerate(run_ranks(json_lines, 2)):
+        assert (first["rank"], second["rank"]) == (rank, rank) and second["engine"] != first.get("engine")
 
 
 SCRIPT = """

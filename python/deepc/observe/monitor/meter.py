@@ -57,6 +57,7 @@ class Meter(Listener):
         self._rank, self._world = engine.everyone.rank, engine.everyone.world
         self._on_cpu = engine.device.type == "cpu"
         self._prefix = f"engine {_made}: " if len(_meters) else ""
+        self._whose = {"engine": _made} if len(_meters) else {}  # the same for lines of JSON
         _meters.add(self)
 
         at = engine.mesh.coordinates(self._rank)
@@ -132,6 +133,7 @@ class Meter(Listener):
         self.speaks = self._form != "none" and (self._rank == 0 or every_rank)
         if every_rank and self._world > 1:
             self._prefix = f"rank {self._rank}: " + self._prefix
+            self._whose["rank"] = self._rank
         self._own = every_rank
         asked = "steps_per_print" in self._config.given
         self._every: int | None = self._config.steps_per_print if asked else None
@@ -466,7 +468,7 @@ class Meter(Listener):
             self._peak = counts.job_peak(
                 torch_dtype(engine.plan.computes_in), engine.device, engine.everyone.node_sizes
             )
-        sums, record = self._sums, {**self._now, **self._ahead()}
+        sums, record = self._sums, {**self._now, **self._ahead(), **self._whose}
         record.update(sums.rates(self._peak and self._peak_above(sums.flops / (sums.seconds or 1e-9))))
         if self._own:
             row = self._rows[self._rank]
