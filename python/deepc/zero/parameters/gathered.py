@@ -395,7 +395,8 @@ class _Opened:
     def _take_in_replaced(self) -> tuple[set[int], ArgumentError | None]:
         """`p.data = tensor` is a write: the values go to where the parameter lies, which has it again. The indices of
         such parameters, and what is wrong with a tensor that does not fit, whose values are dropped."""
-        replaced, misfit = dict[int, torch.Tensor](), None
+        replaced: dict[int, torch.Tensor] = {}
+        misfit: ArgumentError | None = None
         for i, (p, memory) in enumerate(zip(self._params, self._memory)):
             value = memory_of(p)
             if _form(value) != _form(memory):
