@@ -306,16 +306,19 @@ class Link(nn.Linear):
 class Chain(nn.Module):
     """A chain of four layers, with something wrong in it by choice."""
 
-    def __init__(self, wrong=""):
+    def __init__(self, wrong="", left_out=()):
         super().__init__()
-        self.wrong = wrong
+        self.wrong, self.left_out = wrong, left_out
+        self.dummy_inputs = torch.ones(2, 4)
         self.before, self.between, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.blocks = nn.ModuleList(Link(4, 4) for _ in range(4))
         if wrong == "own":
             self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        first, second, third, fourth = self.blocks
+        first, second, third, fourth = (
+            nn.Identity() if self.training and i in self.left_out else block for i, block in enumerate(self.blocks)
+        )
         if self.wrong == "own":
             x = x * self.scale
         start = self.before(x)
@@ -327,7 +330,7 @@ class Chain(nn.Module):
             self.between(x)
         side = start if self.wrong == "side" else start.detach() if self.wrong == "aside" else 0
         x = checkpoint(third, x, use_reentrant=False) if self.wrong == "again" else third(x)
-        return self.head(fourth(x, side)).mean()
+        return self.head(fourth(x, side) if isinstance(fourth, Link) else x).mean()
 
 
 def _refused(rank, world):
@@ -341,6 +344,8 @@ def _refused(rank, world):
             deepc.initialize(model=model, config=config, sample_batch=batch)
         return str(caught.value)
 
+    unseen = Chain()
+    unseen.dummy_inputs = None
     texts = [
         told(ArgumentError, Chain("skip")),
         told(ArgumentError, Chain("changed")),
@@ -350,7 +355,8 @@ def _refused(rank, world):
         told(DeepcError, Chain("aside")),
         told(UnsupportedError, Chain("again")),
         told(ArgumentError, nn.Linear(4, 1)),
-        told(ArgumentError, Chain(), sample=False),
+        told(ArgumentError, unseen, sample=False),
+        told(UnsupportedError, Chain(left_out=[1])),
         told(ConfigError, Chain(), pipeline={"stages": 3}),
         told(ConfigError, Chain(), pipeline={"stages": 4}),
     ]
@@ -373,12 +379,42 @@ def test_what_is_no_chain_is_refused_with_the_reason():
         "gives its blocks to torch.utils.checkpoint",
         "no torch.nn.ModuleList",
         "sample_batch=",
+        "passed over some of the 4 blocks",
         "does not divide the 2 rank(s)",
         "does not divide the 2 rank(s)",
         "train_batch",
     ]
     for texts in run_ranks(_refused, 2):
         assert all(want in text for want, text in zip(wants, texts, strict=True)), texts
+
+
+def _leaves_out(rank, world, left_out):
+    """What a batch of training says of a model that leaves out some of its blocks in training."""
+    import deepc
+    from deepc.errors import DeepcError
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "pipeline": {"stages": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "deepc": {"memory_plan": "states"},
+    }
+    torch.manual_seed(0)
+    model = Chain(left_out=left_out)
+    batch = model.dummy_inputs
+    engine, *_ = deepc.initialize(model=model, config=config)
+    try:
+        return float(engine.train_batch(iter([batch])))
+    except DeepcError as exc:
+        return str(exc)
+
+
+def test_blocks_at_which_a_pipeline_is_cut_are_not_left_out():
+    """The first block of a stage was: what the stage before sent came into nothing, without a word."""
+    for block in (2, 3):  # the last of a stage, and the first of the other
+        for said in run_ranks(_leaves_out, 2, [block]):
+            assert f"passed over block blocks.{block}" in said
+    assert isinstance(run_ranks(_leaves_out, 2, [0, 1])[0], float)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

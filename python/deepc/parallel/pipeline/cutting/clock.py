@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ....errors import UnsupportedError
 from ..deferred import in_checkpoint
 from .calls import first_tensor, hidden_of, when_gradient_comes
 from .chain import Chain, Unit
@@ -20,7 +21,7 @@ def clock(
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], set[int]]:
     """[before, each unit, after]: seconds by now() of one forward and backward of run()'s loss; and the blocks that
-    recompute themselves, which can't be cut inside."""
+    recompute themselves, which can't be cut inside. UnsupportedError where it leaves out some."""
     marks: list[float] = []
     back: dict[int, float] = {}
     handles, recomputed = [], set()
@@ -56,6 +57,12 @@ def clock(
     finally:
         for handle in handles:
             handle.remove()
+    if len(marks) != len(units) + 1:
+        raise UnsupportedError(
+            f"pipeline.stages: in training the model's forward passed over some of the {len(chain.blocks)} blocks of"
+            f" {chain.name}, which all ran in evaluation; a pipeline needs each of them for every micro-batch: switch"
+            " off what leaves out some while it trains (layerdrop)"
+        )
     forward = [b - a for a, b in zip([began, *marks], [*marks, turned])]
     # gradients come from the last unit to the first; where one needs none, its time counts to the one before
     came = [turned, *(back.get(i, ended) for i in range(len(units), -1, -1)), ended]

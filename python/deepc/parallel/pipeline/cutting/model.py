@@ -99,6 +99,7 @@ class CutModel:
         self._rank_of = [order.rank_of(s) for s in range(order.stages)]
         self._here = mesh.coordinates(rank).pp
         self._running: tuple[int, Any] | None = None
+        self._taken = False  # whether the stage that runs has begun at what the one before sent
         self._between: torch.Tensor | None = None  # what goes from half to half of the block in which the stage ends
         self._entered = torch.empty(0, dtype=torch.float32, device="cpu")  # what that block got
         self._made: dict[str, Any] = {}  # by the modules of it behind which the stage ends
@@ -274,6 +275,10 @@ class CutModel:
             return self._chain.passed_by(i, args, kwargs)
         if i in (first, last) and in_checkpoint():
             raise UnsupportedError(IN_CHECKPOINT)
+        if i == first:
+            self._taken = True
+        elif not self._taken or i > last:
+            raise self._passed_over(last if self._taken else first)
         if i == first and stage > 0:
             inside = self._chain.begin(units[0])
             alone = inside is not None and not inside.halves
@@ -309,7 +314,7 @@ class CutModel:
 
     @contextlib.contextmanager
     def _at(self, stage: int, received: Any) -> Iterator[None]:
-        self._running, self._between = (stage, received), None
+        self._running, self._between, self._taken = (stage, received), None, stage == 0
         try:
             yield
         finally:
@@ -372,13 +377,18 @@ class CutModel:
                 out = call(args, kwargs)
             except _ReachedError as reached:
                 return reached.hidden
+        if not self._taken:
+            raise self._passed_over(self._units[self._cuts[stage]].block)
         if stage < len(self._cuts) - 2:
-            last = self._units[self._cuts[stage + 1] - 1].block
-            raise DeepcError(
-                f"the model's forward ended before block {self._chain.name}.{last} ran, at which its pipeline is cut:"
-                " all blocks must run for every micro-batch"
-            )
+            raise self._passed_over(self._units[self._cuts[stage + 1] - 1].block)
         return loss_of(out, batch, self._loss_fn) if wants_loss else out
+
+    def _passed_over(self, block: int) -> DeepcError:
+        """For a block that hands on to another stage, or takes what one hands on, and that the model left out."""
+        return DeepcError(
+            f"the model's forward passed over block {self._chain.name}.{block}, at which its pipeline is cut: all"
+            " blocks must run for every micro-batch; switch off what leaves out some while it trains (layerdrop)"
+        )
 
 
 # ---- the chain -------------------------------------------------------------------------------------------------------
