@@ -231,6 +231,8 @@ class Residual(nn.Module):
 
     def forward(self, x):
         h = x + self.one(self.norm(x))
+        if self.kind == "drops":  # what goes to the second half is dropped out before it
+            h = nn.functional.dropout(h, 0.5, self.training)
         if self.kind == "parallel":
             return h + self.two(self.turn(x))
         out = h + self.two(self.turn(h))
@@ -247,7 +249,7 @@ def test_what_two_halves_are_is_seen_and_what_only_looks_so():
 
     found = halves(Residual("plain"))
     assert (found.first, found.turn, found.adds) == (("norm", "one"), "turn", True)
-    for kind in ("parallel", "late", "own"):
+    for kind in ("parallel", "late", "own", "drops"):
         assert halves(Residual(kind)) is None, kind
     for norm_first in (True, False):
         found = halves(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first))

@@ -179,7 +179,8 @@ def _keeps_shape(call: _Call) -> bool:
 
 def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], point: Point) -> bool:
     """Whether what comes behind a place, given what goes over it, does what it does in the whole block: each of its
-    modules gets equal bits, and so comes out. The modules before give noise meanwhile."""
+    modules gets equal bits, and so comes out. The modules before give noise meanwhile. Nor may what is before it draw
+    anything in training that goes over it: a stage would drop out again what the one before has."""
     names = [n for n, _ in block.named_children()]
     if not point.halves:
         behind_it = [n for n in _leaves(block) if not _is_in(n, point.before)]
@@ -213,7 +214,33 @@ def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         [c.name for c in whole] == [c.name for c in alone]
         and all(_same(a.tensors, b.tensors) for a, b in zip(second, again))
         and _same(every_tensor(wanted), every_tensor(made))
+        and _draws_behind(block, with_first(args, kwargs, between), instead, point.name)
     )
+
+
+def _draws_behind(block: torch.nn.Module, given: tuple[Any, Any], instead: dict[str, Any], place: str) -> bool:
+    """Whether all random numbers that change what the block returns in training are drawn behind the call of `place`:
+    those before are others in a second run. instead: as of _run."""
+
+    def begins(name: str, real: Any, a: Any, k: Any) -> Any:
+        torch.default_generator.manual_seed(0)
+        return instead[name](name, real, a, k) if name in instead else real(*a, **k)
+
+    resting = [m for m in block.modules() if not m.training]
+    made = []
+    try:
+        for m in resting:
+            m.training = True
+        with torch.random.fork_rng(devices=[]):
+            for seed in (1, 2):
+                torch.default_generator.manual_seed(seed)
+                made.append(every_tensor(_run(block, *given, {**instead, place: begins}, [*instead, place])[1]))
+    except Exception:
+        return False  # what it says of itself in training is raised there
+    finally:
+        for m in resting:
+            m.training = False
+    return _same(*made)
 
 
 def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
