@@ -336,6 +336,27 @@ def test_evaluation_gives_the_loss_of_training_and_changes_nothing():
     assert [float(x) for x in last[1]] == [float(x) for x in last[3]] and len(last[1]) == MICRO
 
 
+def _without_a_loss(rank, world):
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 3)], num_stages=2, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepc.initialize(model=model, config=config)
+    data = [(torch.ones(2, 4), None)]
+    with pytest.raises(ArgumentError) as caught:
+        engine.eval_batch(iter(data))
+    outputs = engine.eval_batch(iter(data), compute_loss=False)
+    return str(caught.value), outputs if outputs is None else [tuple(out.shape) for out in outputs]
+
+
+def test_a_mean_of_what_is_no_loss_is_an_error_on_all_ranks():
+    """The rank of the last stage alone had one, and the others waited for it."""
+    (first, none), (last, outputs) = run_ranks(_without_a_loss, 2)
+    assert "float32 [2, 3]" in last and all("compute_loss=False" in said for said in (first, last))
+    assert none is None and outputs == [(2, 3)]
+
+
 class Noisy(nn.Module):
     """Dropout of all, which shows the mode it ran in; fixed: it stays in evaluation mode."""
 

@@ -368,9 +368,19 @@ class PipelineEngine(Engine):
         return batches
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of all pipelines. Collective."""
-        mine = torch.tensor([float(sum(map(float, losses))), float(len(losses))], dtype=torch.float64, device="cpu")
-        total, count = self.everyone.gather_all(mine).sum(0).tolist()
+        """Of all pipelines; or an error on all ranks, where the last stage has none. Collective."""
+        bad = [loss for loss in losses if not (_is_scalar(loss) or isinstance(loss, (int, float)))]
+        row = [0.0, 0.0, 1.0] if bad else [float(sum(map(float, losses))), float(len(losses)), 0.0]
+        rows = self.everyone.gather_all(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        total, count, wrong = rows.sum(0).tolist()
+        if wrong:
+            what = "what is no scalar"
+            if bad:
+                what = in_words(bad[0]) if isinstance(bad[0], (torch.Tensor, tuple)) else type(bad[0]).__name__
+            raise ArgumentError(
+                f"eval_batch gives the mean loss, and the last stage of the pipeline returned {what}; give the model a"
+                " loss_fn that reduces it, or pass compute_loss=False for what the last layer returns"
+            )
         return torch.tensor(total / count, dtype=torch.float32, device=self.device)
 
     # ---- what a batch asks of the engine (parallel/pipeline/runtime.py) ----------------------------------------------
@@ -399,7 +409,7 @@ class PipelineEngine(Engine):
             raise
         finally:
             self.events.end("forward", out if last else None)
-        if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):
+        if last and torch.is_grad_enabled() and not _is_scalar(out):
             raise ArgumentError(
                 "the last stage of a pipeline must end in a scalar loss, got"
                 f" {tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__}; give the model a"
@@ -588,6 +598,10 @@ class PipelineEngine(Engine):
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(without_other_stages(self, state_dict), strict)
         self._spread_ties()
+
+
+def _is_scalar(loss: Any) -> bool:
+    return isinstance(loss, torch.Tensor) and loss.numel() == 1
 
 
 def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
