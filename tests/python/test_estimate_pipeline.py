@@ -191,6 +191,18 @@ def test_the_plan_in_words() -> None:
         plan_text(lambda: make_model(**SHAPE), pipeline(), ranks_per_node=2, cut=onpaper.cut)
 
 
+def test_a_tie_may_be_frozen() -> None:
+    """No gradient of it goes from stage to stage: a KeyError of the dry run, and initialize planned no peak."""
+
+    def frozen() -> nn.Module:
+        model = make_model(**SHAPE)
+        model.tok.requires_grad_(False)
+        return model
+
+    told = deepc.estimate(frozen, pipeline(), batch(), ranks_per_node=2)
+    assert told.known and told.parameters == sum(p.numel() for p in frozen().parameters() if p.requires_grad)
+
+
 def test_what_is_not_there_says_so() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.budget = \d+ bytes is less than"):
         estimate(pipeline(activation_checkpointing={"budget": "1MB"}))

@@ -118,8 +118,8 @@ class StageOnPaper:
         self._sums_in, self._copies, self._again = sums, copies, again
         self._indices = {id(p): i for i, p in enumerate(trained)}
         self._ids = {i: of for of, i in indices.items()}
-        self._lent_here = [(trained[indices[id(p)]], holders) for p, holders in self._lent]
-        for i, p in enumerate(copies):
+        self._lent_here = [(trained[indices[id(p)]], holders) for p, holders in self._lent if id(p) in indices]
+        for i, p in self._copies_that_learn():
             p.register_post_accumulate_grad_hook(functools.partial(self._add_copied, i))
         self._spread_ties()
 
@@ -128,7 +128,7 @@ class StageOnPaper:
         self._model, self._gradients, self._live, self._saved = model, gradients, live, 0
         self._again.begin_batch(lambda: self._stages.in_flight(self.micro_batches))
         self._stages.train(self, [batch] * self.micro_batches, self._indices)
-        for i, p in enumerate(self._copies):
+        for i, p in self._copies_that_learn():
             none = torch.zeros(p.shape, dtype=self._sums_in, device="cpu")
             self._stages.send_tie(i, self._copied.pop(i, none), 0)
             del none
@@ -175,6 +175,10 @@ class StageOnPaper:
         self._gradients.begin()
         backward()
         self._gradients.finish()
+
+    def _copies_that_learn(self) -> list[tuple[int, torch.Tensor]]:
+        """Numbered: of a tie that is frozen no gradient goes to who has the first of it."""
+        return [(i, p) for i, p in enumerate(self._copies) if p.requires_grad]
 
     def _add_copied(self, i: int, p: torch.Tensor) -> None:
         if p.grad is not None:
