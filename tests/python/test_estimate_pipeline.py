@@ -18,7 +18,7 @@ from deepc.parallel.simulate import onpaper
 from deepc.parallel.simulate.stages import StageOnPaper
 from deepc.plan.mesh import Mesh
 from deepc.plan.predict.estimate import plan_text
-from deepc.plan.schedule import Order
+from deepc.plan.schedule import Order, Schedule
 from ranks import run_ranks
 from tiny import Block, TinyGPT, config, make_batch, make_model
 from torch import nn
@@ -175,9 +175,13 @@ def test_what_waits_for_backward_follows_the_schedule() -> None:
     assert all_.stages[0] > one.stages[0] and all_.activations > 1.6 * one.activations
 
 
-@pytest.mark.parametrize("schedule, enough", [("1f1b", 4), ("zb-h1", 4), ("gpipe", 64)])
-def test_a_dry_run_takes_the_micro_batches_that_matter(schedule: str, enough: int) -> None:
-    """What 1F1B holds at once does not grow with them; what GPipe holds does."""
+GIVEN = Schedule.parse(str(Schedule.make("1f1b", stages=2, micro_batches=64)))
+
+
+@pytest.mark.parametrize("schedule, enough", [("1f1b", 4), ("zb-h1", 4), ("gpipe", 64), (GIVEN, 64)])
+def test_a_dry_run_takes_the_micro_batches_that_matter(schedule: str | Schedule, enough: int) -> None:
+    """What 1F1B holds at once does not grow with them; what GPipe holds does. A schedule that was given is for its
+    number alone: a dry run with fewer failed by that, and initialize planned no activations."""
     part = SimpleNamespace(order=Order.of(schedule, 2), mesh=Mesh(pp=2), ties=[], elsewhere=frozenset())
     for rank in range(2):
         assert StageOnPaper(part, rank, 64, 1, []).micro_batches == enough

@@ -94,7 +94,10 @@ class StageOnPaper:
         self._copied: dict[int, torch.Tensor] = {}  # the sums of the copies' gradients
 
     def _that_matter(self, micro_batches: int) -> int:
-        """So many that what is in flight at once is what it is with all of them: more add time to a dry run alone."""
+        """So many that what is in flight at once is what it is with all of them: more add time to a dry run alone. A
+        schedule that was given has no other number."""
+        if self._part.order.given is not None:
+            return micro_batches
         ranks = self._part.mesh.pp
         for some in range(2 * ranks, micro_batches, ranks):  # interleaved stages take whole rounds of them
             if self._stages.in_flight(some) == self._stages.in_flight(micro_batches):
