@@ -78,6 +78,40 @@ def streams():
     return Streams(), lambda ids: (ids / 61.0,)
 
 
+class Embedding(nn.Module):
+    """With parameters of its own, and modules inside that have some: as of vision transformers, but that one of them is
+    tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.positions = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(18, 8))
+        self.tokens, self.norm = nn.Embedding(61, 8), nn.BatchNorm1d(18)
+
+    def forward(self, ids):
+        x = torch.cat((self.first.expand(len(ids), 1, 8), self.tokens(ids)), 1)
+        return self.norm(x + self.positions)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 61, bias=False)
+        self.head.weight = self.embedding.tokens.weight
+
+    def forward(self, ids):
+        h = self.embedding(ids)
+        for block in self.blocks:
+            h = block(h)
+        return nn.functional.cross_entropy(self.head(h[:, :-1]).flatten(0, 1), ids.flatten())
+
+
+def nested():
+    torch.manual_seed(1)
+    return Nested(), lambda ids: (ids,)
+
+
 def transformer(kind):
     import transformers as t
 
@@ -196,6 +230,11 @@ def test_transformers_are_cut_without_a_sample(kind, schedule):
 
 def test_several_tensors_go_from_block_to_block():
     check("streams", None, 2, 2, {}, True)
+
+
+def test_what_runs_before_the_blocks_may_contain_each_other():
+    """Other stages than the first mixed what has shapes alone with what has zeros (RuntimeError)."""
+    check("nested", None, 2, 2, {}, True)
 
 
 # ---- cuts inside of blocks -------------------------------------------------------------------------------------------

@@ -297,12 +297,17 @@ class CutModel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Only the first stage changes buffers."""
+        """Only the first stage changes buffers. Inside of another one that has shapes alone here, so has this one."""
         if self._now()[0] == 0:
             return real(*args, **kwargs)
-        here = not any(p.device.type == "meta" for p in module._parameters.values() if p is not None)
-        with torch.no_grad(), _other_buffers(module, torch.clone if here else to_meta):
-            return real(*args, **kwargs) if here else zeros(real(*mapped(args, to_meta), **mapped(kwargs, to_meta)))
+        inside = any(t.device.type == "meta" for t in every_tensor((args, kwargs)))  # not is_meta: fake ones may be it
+        here = not inside and not any(p.device.type == "meta" for p in module._parameters.values() if p is not None)
+        if here:
+            with torch.no_grad(), _other_tensors(module, torch.clone):
+                return real(*args, **kwargs)
+        with torch.no_grad(), _other_tensors(module, to_meta, parameters=True):
+            made = real(*mapped(args, to_meta), **mapped(kwargs, to_meta))
+        return made if inside else zeros(made)
 
     def _now(self) -> tuple[int, Any]:
         if self._running is None:
@@ -428,16 +433,19 @@ def _let_go_of_graphs(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _other_buffers(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """What change makes of its buffers is in their place."""
-    before = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+def _other_tensors(
+    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], parameters: bool = False
+) -> Iterator[None]:
+    """What change makes of its buffers is in their place, and of its parameters, if asked."""
+    tables = [table for m in module.modules() for table in (m._buffers, m._parameters)[: 1 + parameters] if table]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
     try:
-        for m, buffers in before:
-            m._buffers.update((name, change(b)) for name, b in buffers.items() if b is not None)
+        for table, tensors in before:
+            table.update((name, change(t)) for name, t in tensors.items() if t is not None)
         yield
     finally:
-        for m, buffers in before:
-            m._buffers.update(buffers)
+        for table, tensors in before:
+            table.update(tensors)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
