@@ -290,6 +290,7 @@ def test_what_two_halves_are_is_seen_and_what_only_looks_so():
     assert (found.first, found.turn, found.adds) == (("norm", "one"), "turn", True)
     for kind in ("parallel", "late", "own", "drops"):
         assert halves(Residual(kind)) is None, kind
+    assert halves(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) is None  # one of them has no parameters
     for norm_first in (True, False):
         found = halves(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first))
         assert (found.turn, found.adds) == ("norm2" if norm_first else "norm1", True)

@@ -162,8 +162,9 @@ def find_halves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
                 halves = Point(tuple(names[:k]), turn.name, adds, {c.name: _others(c.out) for c in before})
                 if proves(block, args, kwargs, halves):
                     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in block.named_children()}
-                    first = sum(sizes[n] for n in halves.first)
-                    found.append((max(first, sum(sizes.values()) - first), k, halves))
+                    first, whole = sum(sizes[n] for n in halves.first), sum(sizes.values())
+                    if 0 < first < whole:  # a stage with the other half alone would have nothing to train
+                        found.append((max(first, whole - first), k, halves))
                     break
     return min(found, key=lambda f: f[:2])[2] if found else None
 
