@@ -52,7 +52,8 @@ class Meter(Listener):
     def __init__(self, engine: Any) -> None:
         global _made
         _made += 1
-        self._engine, self._pid = weakref.proxy(engine), os.getpid()
+        self._engine: Any = weakref.proxy(engine)
+        self._pid = os.getpid()
         self._config = config = engine._config
         self._rank, self._world = engine.everyone.rank, engine.everyone.world
         self._on_cpu = engine.device.type == "cpu"
