@@ -8,34 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc.core.foreign import patches
 from deepc.nn.aten import cross_entropy, upcast
+from test_cross_entropy import CLASSES, installed, small  # noqa: F401  # fixtures
 
 transformers = pytest.importorskip("transformers")
 from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
-BATCH, TOKENS, CLASSES = 2, 21, 1009
+BATCH, TOKENS = 2, 21
 IGNORED = -100  # among the labels
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as m:
-        m.delenv("DEEPC_CHUNKED_LOSS", raising=False)
-        cross_entropy.install()
-        upcast.install()
+def put_off(request: pytest.FixtureRequest) -> Iterator[None]:
+    request.getfixturevalue("installed")
+    upcast.install()
     yield
     upcast.uninstall()
-    cross_entropy._library._destroy()  # no other test's loss is made so
-    cross_entropy._library = None
-    patches.undone("cross-entropy")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 8 * CLASSES * 4)
-    monkeypatch.setattr(cross_entropy, "LEAST_BYTES", 1)
 
 
 class Model(torch.nn.Module):
