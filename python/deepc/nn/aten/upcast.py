@@ -1,8 +1,8 @@
 """The losses of transformers' language models in 16 bits without logits in fp32.
 
 transformers casts 16-bit logits to fp32 before it computes their cross-entropy: an array of twice their size, and its
-gradient. `install()` puts the cast off: inside of such a loss `logits.float()` is the logits themselves, as a view,
-until something other than shapes and cross_entropy is asked for; cross_entropy goes by rows, which casts chunk by chunk
+gradient. `install()` puts the cast off: inside of such a loss `logits.float()` is the logits themselves, until something
+other than shapes and cross_entropy is asked for; cross_entropy goes by rows, which casts chunk by chunk
 (cross_entropy.widened); whatever else gets the cast logits. Loss and gradient have the bits of transformers' own. Its
 functions run as they are, so that this holds for versions to come; one that computed with the cast logits in several
 places would have their gradients added up in 16 bits. Process-wide; installed once.
@@ -76,7 +76,7 @@ def _put_off(loss: Callable[..., Any]) -> Callable[..., Any]:
 class _LaterCast(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self._waiting: dict[int, Tensor] = {}  # views of logits that are taken for fp32, by id
+        self._waiting: dict[int, Tensor] = {}  # logits, and views of them, that are taken for fp32, by id
 
     def __exit__(self, *exc: Any) -> None:
         self._waiting.clear()  # else a reference cycle could keep the logits
@@ -85,7 +85,7 @@ class _LaterCast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.float and not kwargs and _is_worth_it(args[0]):
-            return self._wait(args[0].view(args[0].shape))
+            return self._wait(args[0])  # no view of it: what counts references to it finds as many as of any logits
         if not self._waiting:
             return func(*args, **kwargs)
         if func in _only_read:
