@@ -211,7 +211,7 @@ def _write(
 def _make_universal(path: Path, theirs, wanted: dict[str, torch.Tensor], stage: int) -> None:
     """What ds_to_universal.py makes of a checkpoint that `_write` has written, in its place."""
     groups = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR).state_dict()["param_groups"]
-    common = {"loss_scaler": _scaler(theirs), "zero_stage": theirs.ZeroStageEnum(stage)}
+    common = {"loss_scaler": _scaler(theirs), "zero_stage": theirs.ZeroStageEnum(stage), "partition_count": [2, 2]}
     common["param_groups"] = [groups[0], {**groups[0], "weight_decay": 0.0}]
     if stage == 3:
         common["optimizer_state_dict"] = {"state": {0: {"step": torch.tensor(float(STEPS))}}}
@@ -347,6 +347,10 @@ WRONG_UNIVERSAL = {
     "amsgrad": (
         lambda p: _change(p / "zero" / "optimizer_state.pt", lambda s: s["param_groups"][0].update(amsgrad=True)),
         r"has no max_exp_avg_sq, .*amsgrad",
+    ),
+    "experts": (
+        lambda p: _change(p / "zero" / "optimizer_state.pt", lambda s: s.update(partition_count=[2, 1])),
+        r"optimizer_state\.pt: experts of MoE layers",
     ),
     "buffers of ranks": (
         lambda p: _change(p / "mp_rank_00_model_states.pt", lambda s: s.update(mp_world_size=2)),

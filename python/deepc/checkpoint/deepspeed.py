@@ -39,6 +39,7 @@ from .files import Source
 from .store import LATEST, CheckpointWriter, deepspeed_tags, encode_client_state
 
 _WHOLE, _COMMON = "zero", "optimizer_state.pt"  # of a universal checkpoint: its folder of parameters, its one file
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _CHUNK = 4 << 20  # elements that are converted at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "initial_lr")  # of a param group, what is taken
@@ -119,9 +120,7 @@ def _is_universal(folder: str) -> bool:
 
 def _model_files(folder: str) -> list[str]:
     """Paths of a universal checkpoint's, a process of tensor and pipeline parallelism each (of stage 3: a rank)."""
-    names = sorted(
-        n for n in os.listdir(folder) if re.fullmatch(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", n)
-    )
+    names = sorted(filter(_MODEL_FILE.fullmatch, os.listdir(folder)))
     if not names:
         raise CheckpointError(f"{folder} has no mp_rank_*_model_states.pt, which say what its parameters are")
     return [os.path.join(folder, n) for n in names]
@@ -154,7 +153,7 @@ def _files(folder: str) -> tuple[dict[int, str], dict[int, str]]:
             )
     prefix, whole = "", "mp_rank_00_model_states.pt"
     for name in names:
-        if match := re.fullmatch(r"(?:zero_pp_rank_(\d+)_)?mp_rank_\d+_model_states\.pt", name):
+        if match := _MODEL_FILE.fullmatch(name):
             if model and (whole in (name, *model.values())):
                 raise CheckpointError(
                     f"{folder} has weights of two saves: {model[min(model)]} and {name}. Remove those of the older one"
@@ -303,6 +302,15 @@ class _Rank(NamedTuple):
     paddings: list[list[int]] | None
 
 
+def _ranks_of(saved: Mapping[str, Any], path: str) -> int:
+    """How many ranks share each param group of an optimizer file."""
+    ranks = saved["partition_count"]
+    ranks = ranks if isinstance(ranks, list) else [ranks]
+    if len(set(ranks)) != 1:
+        raise CheckpointError(f"{path}: experts of MoE layers, which other numbers of ranks share, are not imported")
+    return int(ranks[0])
+
+
 def _rank(path: str) -> _Rank:
     saved = _load(path)["optimizer_state_dict"]
     stage = int(saved.get("zero_stage", 1))  # the optimizer of bf16 at stage 1 does not say
@@ -317,12 +325,8 @@ def _rank(path: str) -> _Rank:
         states = [base["state"].get(i, {}) for g in groups for i in g["params"]]
     if len(states) != len(masters):
         raise CheckpointError(f"{path}: it has masters of {len(masters)} groups and optimizer states of {len(states)}")
-    ranks = saved["partition_count"]
-    ranks = ranks if isinstance(ranks, list) else [ranks]
-    if len(set(ranks)) != 1:
-        raise CheckpointError(f"{path}: experts of MoE layers, which other numbers of ranks share, are not imported")
     same = {
-        "ranks": int(ranks[0]),
+        "ranks": _ranks_of(saved, path),
         "ZeRO stage": stage,
         "DeepSpeed's version": saved.get("ds_version"),
         "optimizer steps": [_step_of(s, g) for s, g in zip(states, own)],
@@ -426,6 +430,7 @@ def _universal(
     tensor-parallel rank (cut) or whole."""
     common = os.path.join(folder, _WHOLE, _COMMON)
     saved = _load(common)
+    _ranks_of(saved, common)
     groups, inner = saved["param_groups"], saved.get("optimizer_state_dict", {}).get("state", {})
     at: dict[str, dict[str, str]] = {}
     for name in shapes:
@@ -703,25 +708,21 @@ def _read(folder: str, optimizer: bool) -> _Whole:
     first = _load(path)
     module, shapes, ranks = first["module"], first["param_shapes"], int(first["dp_world_size"])
     whole, config = os.path.basename(path).startswith("mp_rank"), first.get("ds_config")
-    cut = len({re.search(r"mp_rank_(\d+)", os.path.basename(p))[1] for p in paths}) > 1  # type: ignore[index]
-    cut = cut or int(first.get("mp_world_size") or 1) != 1
+    processes = {match[2] for p in paths if (match := _MODEL_FILE.fullmatch(os.path.basename(p)))}
+    cut = len(processes) > 1 or int(first.get("mp_world_size") or 1) != 1
     if not universal and not isinstance(module, dict):
         raise CheckpointError(f"{path} has no weights: stages of a pipeline are imported of a universal checkpoint")
     if not universal and cut:
         raise CheckpointError(
             f"{path}: weights of {first['mp_world_size']} tensor-parallel ranks are imported of a universal checkpoint"
         )
-    models = [first]
-    if universal:
-        models += [_load(p) for p in paths[1:]]
-        for other, p in zip(models, paths):
-            _same({k: first[k] for k in ("global_steps", "ds_version")}, other, path, p)
-        if cut or not isinstance(module, dict):
-            module = _nothing_beside_trained(models, path)
-    elif not whole:
-        models += [_load(p) for p in _by_rank(folder, model, ranks)[1:]]
-        for other, p in zip(models, _by_rank(folder, model, ranks)):
-            _same({k: first[k] for k in ("dp_world_size", "global_steps", "ds_version")}, other, path, p)
+    if not universal and not whole:
+        paths = _by_rank(folder, model, ranks)
+    models = [first, *(_load(p) for p in paths[1:])]
+    for other, p in zip(models[1:], paths[1:]):
+        _same({k: first[k] for k in ("dp_world_size", "global_steps", "ds_version")}, other, path, p)
+    if universal and (cut or not isinstance(module, dict)):
+        module = _nothing_beside_trained(models, path)
     ties, buffer_names = dict(first.get("shared_params") or {}), set(first["buffer_names"])
     tensors = {n: t for n, t in module.items() if isinstance(t, torch.Tensor) and n not in ties}
     extra = {n: v for n, v in module.items() if n.endswith("_extra_state") and n not in buffer_names}
@@ -742,9 +743,8 @@ def _read(folder: str, optimizer: bool) -> _Whole:
             f"{folder} has no optimizer states of its {first['global_steps']} steps. --no-optimizer imports the weights"
         )
     updates = int(first["global_steps"]) - int(first["skipped_steps"])
-    if (
-        whole and stage and weights and found.kinds and not 0 <= found.step - updates <= 1
-    ):  # some begin with an update by nothing
+    # Some begin with an update by nothing.
+    if whole and stage and weights and found.kinds and not 0 <= found.step - updates <= 1:
         alike = [_rounded(found.lines["fp32"][p[0].key], weights)(n, p[0].begin) for n, p in found.places.items()]
         if sum(alike) < len(alike) / 2:
             raise CheckpointError(

@@ -78,21 +78,13 @@ def descendants(root: int) -> set[int]:
     return found
 
 
-def reap_orphans(own: Container[int]) -> None:
+def reap_orphans(own: Container[int] = ()) -> None:
     """Collects the children that have ended, but those in `own`, whose end somebody else asks for: a run of weeks whose
-    script starts a helper in the background at each checkpoint would else fill the system's table of processes."""
+    script starts a helper in the background at each checkpoint would else fill the system's table of processes. Without
+    `own` only for when nobody else waits for children of this process any more."""
     try:
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
-
-
-def _reap() -> None:
-    """Collects every child that has ended. Only for when nobody else waits for children of this process any more."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
     except ChildProcessError:
         pass
 
@@ -107,7 +99,7 @@ def kill_descendants(timeout: float = 10.0) -> set[int]:
     killed: set[int] = set()
     deadline = time.monotonic() + timeout
     while True:
-        _reap()
+        reap_orphans()
         left = descendants(os.getpid())
         if not left or time.monotonic() > deadline:
             return killed

@@ -123,8 +123,13 @@ def _chunk_like(logits: Tensor, computes: torch.dtype) -> Tensor:
     return logits.new_empty(min(_rows(logits, computes), len(logits)), logits.shape[1], dtype=computes)
 
 
+def _casts(logits: Tensor, computes: torch.dtype) -> Tensor | None:
+    """What chunks of the logits are cast into; None where `computes` is their own dtype."""
+    return None if computes == logits.dtype else _chunk_like(logits, computes)
+
+
 def _cast_into(buffer: Tensor | None, part: Tensor) -> Tensor:
-    """A chunk of logits in the dtype that is computed in; buffer: None where that is the logits' own."""
+    """A chunk of logits in the dtype that is computed in; buffer: of _casts."""
     return part if buffer is None else buffer[: len(part)].copy_(part)
 
 
@@ -139,7 +144,7 @@ class CrossEntropyByRows(torch.autograd.Function):
         counted = labels != ignore_index
         at = torch.where(counted, labels, 0)[:, None]
         picked, buffer = logits.new_empty(len(logits), 1, dtype=computes), _chunk_like(logits, computes)
-        wide = _chunk_like(logits, computes) if computes != logits.dtype else None
+        wide = _casts(logits, computes)
         largest, log_sum = picked.new_empty(picked.shape), picked.new_empty(picked.shape)
         for given, at_part, picked_part, largest_part, log_sum_part in _chunks(
             computes, logits, at, picked, largest, log_sum
@@ -167,7 +172,7 @@ class CrossEntropyByRows(torch.autograd.Function):
         at = torch.where(only == 0, labels, 0)[:, None]
         computes = ctx.computes
         buffer, zeros = _chunk_like(logits, computes), _chunk_like(logits, computes).zero_()
-        wide = _chunk_like(logits, computes) if computes != logits.dtype else None
+        wide = _casts(logits, computes)
         result = logits.detach() if _may_overwrite(logits) else logits.new_empty(logits.shape)
         for given, at_part, of_picked_part, largest_part, log_sum_part, result_part in _chunks(
             computes, logits, at, of_picked, largest, log_sum, result

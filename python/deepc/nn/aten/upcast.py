@@ -1,8 +1,8 @@
 """The losses of transformers' language models in 16 bits without logits in fp32.
 
 transformers casts 16-bit logits to fp32 before it computes their cross-entropy: an array of twice their size, and its
-gradient. `install()` puts the cast off: inside of such a loss `logits.float()` is the logits themselves, until something
-other than shapes and cross_entropy is asked for; cross_entropy goes by rows, which casts chunk by chunk
+gradient. `install()` puts the cast off: inside of such a loss `logits.float()` is the logits themselves, until
+something other than shapes and cross_entropy is asked for; cross_entropy goes by rows, which casts chunk by chunk
 (cross_entropy.widened); whatever else gets the cast logits. Loss and gradient have the bits of transformers' own. Its
 functions run as they are, so that this holds for versions to come; one that computed with the cast logits in several
 places would have their gradients added up in 16 bits. Process-wide; installed once.
